@@ -1,4 +1,4 @@
-"""Record two executions of a LoRA model and name the first difference that survives rounding."""
+"""fliptrace: find the rounding that flipped a token."""
 
 from __future__ import annotations
 

@@ -1,0 +1,202 @@
+"""One call for every device: check the arguments, then run the implementation that fits.
+
+CPU tensors run the plain-torch specification (in its vectorised form), CUDA tensors run Triton
+kernels. Nothing falls back silently: a call that cannot run as asked is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fliptrace_kernels import vectorised
+from fliptrace_kernels.arrival import ArrivalSchedule
+from fliptrace_kernels.errors import LaunchError, ReductionError, ShrinkInputError
+from fliptrace_kernels.reduction import Reduction, as_reduction
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def lora_shrink(
+    x: Tensor,
+    a_slices: Sequence[Tensor],
+    mapping: Tensor | None = None,
+    *,
+    reduction: Reduction | str,
+    scale: float = 1.0,
+    schedule: ArrivalSchedule | None = None,
+    call_key: int = 0,
+) -> Tensor:
+    """Compute z = scale * (x Aᵀ) in FP32, summed over K in a stated order.
+
+    Args:
+        x: inputs, [M, K], BF16, FP16 or FP32, on CPU or CUDA. M may be 0.
+        a_slices: one tensor per slice, all [R, K] or all [adapters, R, K], dtype and device of x.
+        mapping: adapter of each row, [M], int32, on the device of x; -1 means none, and such
+            rows come out as 0.0. None means adapter 0 for every row, and needs a single adapter.
+            On CUDA an index beyond the adapters cannot be refused without waiting for the device:
+            its row comes out as NaN.
+        reduction: a `Reduction` or its name.
+        scale: factor, applied where the reduction says.
+        schedule: for `atomic` on the CPU: simulated orders of arrival. Repeatable reductions do
+            not look at it. On CUDA the hardware orders, and a schedule is refused.
+        call_key: names this call to the schedule, such as a number built from step and site.
+
+    Returns:
+        Outputs, [slices, M, R], FP32, contiguous, on the device of x.
+
+    Raises:
+        ReductionError: if the reduction is unknown, `atomic` has no schedule on the CPU, or a
+            schedule is given on CUDA.
+        ShrinkInputError: if the tensors do not fit together.
+        LaunchError: if the kernel cannot be started.
+
+    Order:
+        See `fliptrace_kernels.specification`.
+    """
+    reduction = as_reduction(reduction)
+    _check(x, a_slices, mapping)
+    if x.device.type == "cuda":
+        if schedule is not None:
+            raise ReductionError(
+                f"on {x.device} the hardware decides the order of arrival; "
+                f"got a {schedule.describe()}. Leave schedule out, or move the tensors to the CPU"
+            )
+        return _triton_shrink().shrink(x, a_slices, mapping, reduction, scale)  # type: ignore[no-any-return]
+    if schedule is None and reduction.needs_arrival_order:
+        raise ReductionError(
+            f"{reduction} on the CPU needs a schedule, since its order of arrival is simulated "
+            "there; got none. Pass schedule=ArrivalSchedule(seed)"
+        )
+    return vectorised.shrink(
+        x.contiguous(), a_slices, mapping, reduction, scale, schedule, call_key
+    )
+
+
+def launch_configuration(
+    x_shape: Sequence[int],
+    a_shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    reduction: Reduction | str,
+) -> dict[str, Json]:
+    """Say what `lora_shrink` runs for such a call; meant for a manifest.
+
+    Args:
+        x_shape: [M, K].
+        a_shapes: per slice [R, K] or [adapters, R, K].
+        dtype: dtype of x.
+        device: device of x.
+        reduction: a `Reduction` or its name.
+
+    Returns:
+        JSON values: reduction, implementation ('torch specification' or 'triton'), kernel, grid,
+        block sizes, num_warps, num_stages and versions. What an implementation does not have is
+        None.
+
+    Raises:
+        ReductionError: if the reduction is unknown.
+        ShrinkInputError: if shapes, dtype or device are not those of a shrink.
+        LaunchError: if the kernels are not available here.
+    """
+    reduction = as_reduction(reduction)
+    device = torch.device(device)
+    _check_kinds(dtype, device)
+    common: dict[str, Json] = {
+        "reduction": str(reduction),
+        "scale_at": reduction.scale_at,
+        "dealing": reduction.dealing,
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        triton: dict[str, Json] = _triton_shrink().describe_launch(
+            tuple(x_shape), [tuple(shape) for shape in a_shapes], dtype, reduction
+        )
+        return common | triton
+    return common | {
+        "implementation": "torch specification",
+        "kernel": "fliptrace_kernels.vectorised.shrink",
+        "grid": None,
+        "block_m": None,
+        "block_n": None,
+        "block_k": reduction.block_k,
+        "num_warps": None,
+        "num_stages": None,
+        "fp_contraction": "none: elementwise operations",
+        "triton": None,
+    }
+
+
+def _check(x: Tensor, a_slices: Sequence[Tensor], mapping: Tensor | None) -> None:
+    if x.ndim != 2:
+        raise ShrinkInputError(f"x must be [M, K]; got {list(x.shape)}. Flatten its rows first")
+    if not a_slices:
+        raise ShrinkInputError("a_slices must hold at least one weight; got none")
+    _check_kinds(x.dtype, x.device)
+    first = a_slices[0]
+    for index, a in enumerate(a_slices):
+        if (
+            a.shape != first.shape
+            or a.ndim not in (2, 3)
+            or a.shape[-1] != x.shape[1]
+            or a.numel() == 0
+            or a.dtype != x.dtype
+            or a.device != x.device
+        ):
+            raise ShrinkInputError(
+                f"every slice must be [R, K] or [adapters, R, K] with K = {x.shape[1]}, "
+                f"dtype {x.dtype} and device {x.device}, and as large as slice 0 "
+                f"{list(first.shape)}; slice {index} (counted from 0) is {list(a.shape)}, "
+                f"{a.dtype}, {a.device}"
+            )
+    adapters = first.shape[0] if first.ndim == 3 else 1
+    if mapping is None:
+        if adapters != 1:
+            raise ShrinkInputError(
+                f"with {adapters} adapters a mapping must say which row uses which; got none"
+            )
+        return
+    if mapping.shape != x.shape[:1] or mapping.dtype != torch.int32 or mapping.device != x.device:
+        raise ShrinkInputError(
+            f"mapping must be int32 [{x.shape[0]}] on {x.device}; "
+            f"got {mapping.dtype} {list(mapping.shape)} on {mapping.device}"
+        )
+    if mapping.device.type == "cpu" and mapping.numel():
+        lowest, highest = mapping.aminmax()
+        if lowest < -1 or highest >= adapters:
+            raise ShrinkInputError(
+                f"mapping must hold adapter indices from -1 (none) to {adapters - 1}; "
+                f"got {int(lowest)} to {int(highest)}"
+            )
+
+
+def _check_kinds(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype not in _DTYPES:
+        raise ShrinkInputError(f"a shrink takes bfloat16, float16 or float32; got {dtype}")
+    if device.type not in ("cpu", "cuda"):
+        raise ShrinkInputError(f"a shrink runs on cpu or cuda; got {device}")
+
+
+_loaded: ModuleType | None = None
+
+
+def _triton_shrink() -> ModuleType:
+    """Import the Triton kernels on first use."""
+    global _loaded
+    if _loaded is None:
+        try:
+            from fliptrace_kernels import triton_shrink
+        except ImportError as error:
+            raise LaunchError(
+                f"a shrink on CUDA needs Triton, which torch's CUDA builds bring along; "
+                f"importing it failed: {error}. Install triton, or run on the CPU"
+            ) from error
+        _loaded = triton_shrink
+    return _loaded

@@ -7,6 +7,7 @@ kernels. Nothing falls back silently: a call that cannot run as asked is refused
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import Final
 
@@ -184,19 +185,14 @@ def _check_kinds(dtype: torch.dtype, device: torch.device) -> None:
         raise ShrinkInputError(f"a shrink runs on cpu or cuda; got {device}")
 
 
-_loaded: ModuleType | None = None
-
-
+@cache
 def _triton_shrink() -> ModuleType:
     """Import the Triton kernels on first use."""
-    global _loaded
-    if _loaded is None:
-        try:
-            from fliptrace_kernels import triton_shrink
-        except ImportError as error:
-            raise LaunchError(
-                f"a shrink on CUDA needs Triton, which torch's CUDA builds bring along; "
-                f"importing it failed: {error}. Install triton, or run on the CPU"
-            ) from error
-        _loaded = triton_shrink
-    return _loaded
+    try:
+        from fliptrace_kernels import triton_shrink
+    except ImportError as error:
+        raise LaunchError(
+            "a shrink on CUDA needs Triton, which torch's CUDA builds bring along; "
+            f"importing it failed: {error}. Install triton, or run on the CPU"
+        ) from error
+    return triton_shrink

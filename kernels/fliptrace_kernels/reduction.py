@@ -136,7 +136,7 @@ class Reduction:
             ReductionError: if a field is missing, unknown or out of range.
         """
         fields = ("kind", "splits", "block_k", "dealing", "scale_at")
-        if not isinstance(value, Mapping) or set(value) != set(fields):
+        if set(value) != set(fields):
             raise ReductionError(
                 f"a stored reduction has exactly the fields {', '.join(fields)}; got {value!r}"
             )

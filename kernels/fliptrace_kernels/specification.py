@@ -149,6 +149,8 @@ def shrink(
     Returns:
         Outputs, [slices, M, R], FP32; rows without an adapter are 0.0.
     """
+    if mapping is None:
+        mapping = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
     results = []
     for index, a in enumerate(a_slices):
         stacked = a if a.ndim == 3 else a[None]
@@ -156,10 +158,7 @@ def shrink(
         for adapter in range(stacked.shape[0]):
             sums = partials(x, stacked[adapter], reduction, scale)
             value = combine(sums, reduction, scale, None if orders is None else orders[index])
-            if mapping is None:
-                rows = torch.full(x.shape[:1], adapter == 0, device=x.device)
-            else:
-                rows = mapping == adapter
+            rows = mapping == adapter
             result = torch.where(rows[:, None], value, result)
         results.append(result)
     return torch.stack(results)

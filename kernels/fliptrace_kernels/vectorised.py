@@ -58,7 +58,7 @@ def shrink(
             values = _rows(x, weights, None, slices, reduction, scale, schedule, call_key)
         else:
             values = torch.zeros(x.shape[0], slices * rank, dtype=torch.float32)
-            for adapter in mapping.unique().tolist():
+            for adapter in sorted(set(mapping.tolist())):
                 if adapter >= 0:
                     rows = torch.nonzero(mapping == adapter).view(-1)
                     weights = _prepared(a_slices, adapter, reduction)
@@ -159,8 +159,8 @@ class _Workspace:
             lower, upper = self._products[:, :, :half], self._products[:, :, half : 2 * half]
             self._folds.append((lower, upper))
             half //= 2
-        by_round = self._products[:, :, 0].unflatten(2, (rounds, splits)).unbind(2)
-        self.sums = by_round[0]  # [rows, outputs, S]
+        by_round = self._products[:, :, 0].view(rows, outputs, rounds, splits).unbind(2)
+        self.sums: Tensor = by_round[0]  # [rows, outputs, S]
         self._accumulate = by_round[1:]
         self.columns = self.sums.unbind(2)
 
@@ -170,7 +170,7 @@ class _Workspace:
             self._x_full.copy_(x.view(self._x_full.shape))
         else:
             covered = self._x_full.shape[1] * self._x_full.shape[2]
-            self._x_full.copy_(x[:, :covered].unflatten(1, self._x_full.shape[1:]))
+            self._x_full.copy_(x[:, :covered].view(self._x_full.shape))
             self._x_tail.copy_(x[:, covered:])
         torch.mul(self._x, weights, out=self._products)
         for lower, upper in self._folds:
@@ -212,7 +212,7 @@ class _Prepared:
 
     def __init__(
         self, sources: list[weakref.ref[Tensor]], snapshots: list[Tensor], weights: Tensor
-    ):
+    ) -> None:
         self.sources = sources
         self.snapshots = snapshots
         self.weights = weights

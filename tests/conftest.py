@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -43,7 +43,7 @@ def pytest_report_header() -> list[str]:
     ]
 
 
-def _missing(what: str, remedy: str) -> None:
+def _missing(what: str, remedy: str) -> NoReturn:
     message = f"{what} is missing; {remedy}"
     if os.environ.get("CI"):
         pytest.fail(message)

@@ -164,8 +164,8 @@ def test_plain_import_is_fast():
 
 
 @pytest.mark.parametrize("package", ["fliptrace", "fliptrace_interventions", "fliptrace_kernels"])
-def test_public_names_are_listed_in_order_and_exist(package):
-    """`__all__` is sorted, has no double and names only what is there."""
+def test_public_names_exist(package):
+    """`__all__` has no double and names only what is there; ruff keeps its order."""
     module = importlib.import_module(package)
-    assert list(module.__all__) == sorted(set(module.__all__))
+    assert len(module.__all__) == len(set(module.__all__))
     assert [name for name in module.__all__ if not hasattr(module, name)] == []

@@ -6,6 +6,7 @@ CI hands over the wheel that it built in FLIPTRACE_WHEEL; otherwise one is built
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -70,6 +71,14 @@ def test_every_file_of_the_packages_ships(wheel_names):
 def test_licence_ships(wheel_names):
     """The licence text travels with the code."""
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
+
+
+@pytest.mark.skipif("FLIPTRACE_WHEEL" not in os.environ, reason="tests the working tree")
+@pytest.mark.parametrize("folder", PACKAGE_FOLDERS, ids=lambda folder: folder.name)
+def test_the_wheel_is_what_is_tested(folder):
+    """With a wheel given, the packages come from the environment and not from the source roots."""
+    spec = importlib.util.find_spec(folder.name)
+    assert not Path(spec.origin).is_relative_to(folder)
 
 
 def test_commands_of_the_installed_distribution_load():

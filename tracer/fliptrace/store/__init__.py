@@ -1,0 +1,8 @@
+"""The store: one file per trace, written while an execution runs and checked whenever it is read."""
+
+from __future__ import annotations
+
+from fliptrace.store.reader import TraceReader, open_trace
+from fliptrace.store.writer import TraceWriter
+
+__all__ = ["TraceReader", "TraceWriter", "open_trace"]

@@ -156,7 +156,7 @@ def main():
 
 def compare_paired(reference, candidate):
     with store.TraceReader(reference) as left, store.TraceReader(candidate) as right:
-        return sum(len(pair.differing) for pair in store.paired_steps(left, right))
+        return sum(len(pair.reference) for pair in store.paired_steps(left, right))
 
 
 if __name__ == "__main__":

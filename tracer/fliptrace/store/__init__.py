@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from fliptrace.store.pairing import StepPair, paired_steps
 from fliptrace.store.reader import TraceReader, open_trace
 from fliptrace.store.writer import TraceWriter
 
-__all__ = ["TraceReader", "TraceWriter", "open_trace"]
+__all__ = ["StepPair", "TraceReader", "TraceWriter", "open_trace", "paired_steps"]

@@ -8,7 +8,6 @@ disk) both files are copied to a temporary folder first.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 import stat
@@ -159,8 +158,8 @@ def _open_copy(path: Path) -> OpenedFile:
     copy = tempfile.TemporaryDirectory(prefix="fliptrace-")
     try:
         for suffix in ("", "-wal"):
-            source = f"{path}{suffix}"
-            if os.path.exists(source):  # noqa: PTH110: a suffix, not a path below
+            source = Path(f"{path}{suffix}")
+            if source.exists():
                 shutil.copyfile(source, Path(copy.name) / f"trace{suffix}")
         return OpenedFile(_connect(Path(copy.name) / "trace", "mode=ro"), copy)
     except BaseException:

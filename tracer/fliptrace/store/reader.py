@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,6 +42,11 @@ class TraceReader:
         closing: how it ended; for a recording that was killed, ``complete`` is False.
         steps: every acknowledged step in order.
     """
+
+    name: str
+    manifest: Manifest
+    closing: Closing
+    steps: Sequence[StepRecord]
 
     def __init__(self, path: str | Path) -> None:
         """Open a file and check everything but the frames.
@@ -127,9 +132,7 @@ class TraceReader:
             TraceCorruptError: a frame does not match its seal, or is missing.
         """
         rows = self.step_rows(step)
-        seal_of = self._frame_seals[step]
-        for index, row in enumerate(rows):
-            self._check(row, seal_of[index * _SEAL_BYTES : (index + 1) * _SEAL_BYTES], step, row[1])
+        self.check_rows(step, rows)
         return self.frames_of(step, rows)
 
     # For the modules of this package: rows before they are frames.
@@ -146,10 +149,13 @@ class TraceReader:
         """Return the seals of a step's rows, one after another; the step's own seal covers them."""
         return self._frame_seals[step]
 
-    def check_row(self, step: int, index: int, row: FrameRow) -> None:
-        """Check one row of step_rows against the seal that its step lists."""
-        seal = self._frame_seals[step][index * _SEAL_BYTES : (index + 1) * _SEAL_BYTES]
-        self._check(row, seal, step, row[1])
+    def check_rows(self, step: int, rows: list[FrameRow]) -> None:
+        """Check all rows of a step against the seals that the step lists."""
+        listed = self._frame_seals[step]
+        start = 0
+        for row in rows:
+            self._check(row, listed[start : start + _SEAL_BYTES], step, row[1])
+            start += _SEAL_BYTES
 
     def frames_of(self, step: int, rows: list[FrameRow]) -> dict[Kind, Frame]:
         """Return checked rows of a whole step as frames."""
@@ -237,7 +243,7 @@ class TraceReader:
         return documents
 
     def _read_steps(self, chain: bytes) -> tuple[list[StepRecord], bytes]:
-        steps = []
+        steps: list[StepRecord] = []
         for row in self._connection.execute(_SELECT_STEPS):
             number = len(steps)
             if row[0] != number:

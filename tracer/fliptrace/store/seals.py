@@ -52,9 +52,8 @@ def seal_frame(
         -1 if digests is None else len(digests),
         payload.nbytes if isinstance(payload, memoryview) else len(payload),
     )
-    state = xxhash.xxh3_128(head + name + digests if digests else head + name)
-    state.update(payload)
-    return state.digest()
+    hashed = xxhash.xxh3_128_digest(payload)
+    return xxhash.xxh3_128_digest(b"".join((head, name, digests or b"", hashed)))
 
 
 def seal_step(columns: Sequence[int | str | bytes], previous: bytes) -> bytes:

@@ -166,7 +166,7 @@ class TraceWriter:
                     self._write(*job)
                 except FliptraceError as error:
                     self._failure = error
-                except Exception as error:  # noqa: BLE001: whatever it is, the calling thread must hear of it
+                except Exception as error:  # noqa: BLE001 - the calling thread must hear of it
                     self._failure = self._storage_error(error)
             del job
             self._slots.put(None)

@@ -1,0 +1,73 @@
+"""How a comparison is shown: the page, figures, the terminal, JSON and notebooks.
+
+Views know verdicts as values and compute no new ones. Names are loaded on first use, so that importing
+this package loads neither plotly nor rich nor jinja2.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fliptrace.views.boundary import boundary_figure
+    from fliptrace.views.document import SCHEMA_VERSION, report_json, report_schema
+    from fliptrace.views.heatmap import heatmap_figure
+    from fliptrace.views.index import IndexRow, render_index
+    from fliptrace.views.margin import margin_figure
+    from fliptrace.views.notebook import pair_html, row_html, trace_html
+    from fliptrace.views.page import render_report
+    from fliptrace.views.story import Passage, Story, tell_story
+    from fliptrace.views.terminal import plain_summary, terminal_summary
+
+_HOMES = {
+    "IndexRow": "index",
+    "Passage": "story",
+    "SCHEMA_VERSION": "document",
+    "Story": "story",
+    "boundary_figure": "boundary",
+    "heatmap_figure": "heatmap",
+    "margin_figure": "margin",
+    "pair_html": "notebook",
+    "plain_summary": "terminal",
+    "render_index": "index",
+    "render_report": "page",
+    "report_json": "document",
+    "report_schema": "document",
+    "row_html": "notebook",
+    "tell_story": "story",
+    "terminal_summary": "terminal",
+    "trace_html": "notebook",
+}
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "IndexRow",
+    "Passage",
+    "Story",
+    "boundary_figure",
+    "heatmap_figure",
+    "margin_figure",
+    "pair_html",
+    "plain_summary",
+    "render_index",
+    "render_report",
+    "report_json",
+    "report_schema",
+    "row_html",
+    "tell_story",
+    "terminal_summary",
+    "trace_html",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

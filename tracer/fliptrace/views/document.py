@@ -1,0 +1,71 @@
+"""report.json: the report for machines, described by report.schema.json beside this file."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from fliptrace.verdicts import as_json
+from fliptrace.views.story import tell_story
+
+if TYPE_CHECKING:
+    from fliptrace.trace import Trace
+    from fliptrace.verdicts import PairDiff
+
+#: The version of report.json's meaning.
+SCHEMA_VERSION = 1
+
+
+def report_json(
+    diff: PairDiff, reference: Trace, candidate: Trace, *, command: str | None = None
+) -> dict[str, Any]:
+    """Return the report as plain JSON values, the verdict first.
+
+    Texts are the raw ones: a reader of JSON escapes for its own medium. Sentences are those of the page.
+
+    Args:
+        diff: what was found.
+        reference: the reference's trace; candidate: likewise.
+        command: how to repeat the run, if known.
+
+    Returns:
+        A document that validates against report_schema().
+    """
+    story = tell_story(diff, reference, candidate)
+    return {
+        "verdict": {"outcome": diff.outcome.value, "sentence": story.verdict},
+        "schema_version": SCHEMA_VERSION,
+        "story": [
+            {"key": part.key, "heading": part.heading, "sentences": list(part.sentences)}
+            for part in story.passages
+        ],
+        "diff": diff.to_json(),
+        "executions": {
+            "reference": _execution(reference),
+            "candidate": _execution(candidate),
+        },
+        "command": command,
+    }
+
+
+def _execution(trace: Trace) -> dict[str, Any]:
+    closing = trace.closing
+    return {
+        "trace": trace.name,
+        "complete": closing.complete,
+        "stop_reason": closing.stop_reason,
+        "steps": len(trace.steps),
+        "prompt_pieces": list(closing.prompt_piece_texts),
+        "text": closing.text,
+        "generated_ids": list(trace.generated_ids),
+        "generated_pieces": list(closing.piece_texts),
+        "manifest": as_json(dict(trace.manifest.sections)),
+    }
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of report.json."""
+    text = resources.files("fliptrace.views").joinpath("report.schema.json").read_text("utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema

@@ -1,0 +1,360 @@
+"""report.html: one offline page for a pair, the verdict first.
+
+Everything but the pictures is in the HTML itself, so that the page reads without JavaScript; the pictures come from
+compact arrays in a JSON element, drawn by the one embedded copy of plotly.js. No request leaves the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.offline
+
+from fliptrace.numerics import CoordinateClass
+from fliptrace.verdicts import Outcome
+from fliptrace.views import heatmap, palette, templating, wording
+from fliptrace.views.boundary import boundary_figure
+from fliptrace.views.document import SCHEMA_VERSION
+from fliptrace.views.escaping import shown, visible
+from fliptrace.views.margin import margin_figure
+from fliptrace.views.pooling import Array, Cells, pool
+from fliptrace.views.story import tell_story
+from fliptrace.views.texts import pair_texts
+from fliptrace.views.wording import TokenNames, brief, exact
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    from markupsafe import Markup
+
+    from fliptrace.trace import Trace
+    from fliptrace.verdicts import CoordinateDifference, PairDiff, RowDifference
+
+#: Rows of the root table; the rest is counted.
+ROOT_TABLE_ROWS = 200
+#: plotly bundles a map library that adds its own style unless an element with this id is there. A report has no maps.
+_STYLE_ID = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
+_LEAD = ("flip", "root", "cache", "propagation", "statistics")
+_CLOSING = ("coverage", "doubts")
+
+
+def render_report(
+    diff: PairDiff,
+    reference: Trace,
+    candidate: Trace,
+    *,
+    title: str,
+    command: str | None = None,
+) -> str:
+    """Return the report page of a pair.
+
+    Args:
+        diff: what was found.
+        reference: the reference's trace; candidate: likewise.
+        title: the page's title, any text.
+        command: how to repeat the run, any text; None when it is not known.
+
+    Returns:
+        A complete HTML document, encodable in UTF-8, with no reference to anything outside it.
+    """
+    story = tell_story(diff, reference, candidate)
+    tokens = TokenNames(reference)
+    css, script = templating.asset("report.css"), templating.asset("report.js")
+    plotly_script = _plotly()
+    cells = {name: pool(grid) for name, grid in diff.grids.items() if grid.classes.numel()}
+    coordinate = _first_coordinate(diff)
+    page: str = (
+        templating.environment()
+        .get_template("report.html.j2")
+        .render(
+            # plotly makes one empty style element and fills it by script.
+            policy=templating.content_security_policy(
+                [plotly_script, script], [css, ""], style_attributes=True
+            ),
+            style_ids=_STYLE_ID.findall(plotly_script),
+            css=css,
+            script=script,
+            plotly_script=plotly_script,
+            title=visible(title),
+            outcome=diff.outcome.name.lower(),
+            verdict=story.verdict,
+            facts=_facts(diff, tokens),
+            lead=[part for part in story.passages if part.key in _LEAD],
+            closing=[part for part in story.passages if part.key in _CLOSING],
+            identical=diff.outcome is Outcome.IDENTICAL,
+            legend=[
+                {"label": label.label, "kind": label.name.lower(), "meaning": meaning}
+                for label, meaning in palette.CLASS_MEANINGS.items()
+            ],
+            phases=_phases(diff, cells),
+            boundary=_boundary_rows(coordinate, tokens) if coordinate is not None else None,
+            steps=[_step(step, diff) for step in diff.steps],
+            roots=[_root(row, tokens) for row in diff.roots[:ROOT_TABLE_ROWS]],
+            surviving_root_rows=diff.surviving_root_rows,
+            texts=pair_texts(diff, reference, candidate),
+            manifest_differences=[
+                {"key": visible(key), "reference": _leaf(before), "candidate": _leaf(after)}
+                for key, before, after in diff.manifest_differences
+            ],
+            manifest=_manifest(reference, candidate),
+            executions=[
+                _execution(name, trace)
+                for name, trace in (("reference", reference), ("candidate", candidate))
+            ],
+            command=visible(command, keep_newlines=True) if command is not None else None,
+            schema_version=SCHEMA_VERSION,
+            data=templating.embedded_json(_data(diff, cells, reference, coordinate)),
+        )
+    )
+    return page
+
+
+def _plotly() -> Markup:
+    from markupsafe import Markup
+
+    source: str = plotly.offline.get_plotlyjs()
+    return Markup(source.replace("\r\n", "\n").replace("\r", "\n"))  # noqa: S704 (pinned by its hash)
+
+
+def _first_coordinate(diff: PairDiff) -> CoordinateDifference | None:
+    for row in (
+        diff.first_propagating,
+        diff.first_surviving,
+        diff.first_variant,
+        diff.first_difference,
+    ):
+        if row is not None and row.coordinates:
+            return row.coordinates[0]
+    return None
+
+
+def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
+    """The four answers that a reader looks for first, each in a few words."""
+    flip = diff.flip
+    facts = [
+        (
+            "What flipped",
+            "no token"
+            if flip is None
+            else f"generated token {flip.step + 1} (step {flip.step}): "
+            f"{visible(flip.reference_token.text) or flip.reference_token.token_id} → "
+            f"{visible(flip.candidate_token.text) or flip.candidate_token.token_id}",
+        )
+    ]
+    row = diff.first_propagating or diff.first_surviving or diff.first_variant
+    facts.append(
+        ("Where it started", wording.row_place(row, tokens) if row is not None else _no_root(diff))
+    )
+    layers = len({entry.layer for entry in diff.cache_differences})
+    keys = sum(entry.keys for entry in diff.cache_differences)
+    values = sum(entry.values for entry in diff.cache_differences)
+    facts.append(
+        (
+            "Keys and values",
+            f"{keys:,} key and {values:,} value elements differ, in {wording.count(layers, 'layer')}"
+            if layers
+            else "no recorded element differs",
+        )
+    )
+    gaps = len(diff.coverage.not_observed) + len(diff.coverage.missing)
+    facts.append(
+        (
+            "What was not covered",
+            f"{wording.count(gaps, 'thing')}, listed below" if gaps else "see below",
+        )
+    )
+    return facts
+
+
+def _no_root(diff: PairDiff) -> str:
+    if diff.foreign_root is not None:
+        return f"outside the shrinks: {visible(diff.foreign_root.key)}"
+    return "no surviving root"
+
+
+def _phases(diff: PairDiff, cells: dict[str, Cells]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "badge": pooled.badge,
+            "unit": "token position" if name == "prefill" else "step",
+            "rows": heatmap.grid_counts(diff.grids[name]),
+        }
+        for name, pooled in cells.items()
+    ]
+
+
+def _boundary_rows(coordinate: CoordinateDifference, tokens: TokenNames) -> dict[str, Any]:
+    report = coordinate.boundary
+    place = coordinate.coordinate
+    return {
+        "name": f"{visible(place.site.name)}, {wording.step_name(place.step)}, token position "
+        f"{place.position} ({tokens.at(place.position)}), rank index {place.rank_index}",
+        "sentences": [
+            sentence
+            for sentence in (
+                wording.values_sentence(coordinate),
+                wording.boundary_sentence(coordinate),
+                wording.rounded_sentence(coordinate),
+            )
+            if sentence
+        ],
+        "rows": [
+            {
+                "name": "reference",
+                "value": exact(coordinate.reference),
+                "bits": coordinate.reference_bits,
+                "distance": brief(report.reference_distance),
+                "rounded": exact(report.rounded_reference),
+                "rounded_bits": coordinate.rounded_reference_bits,
+            },
+            {
+                "name": "candidate",
+                "value": exact(coordinate.candidate),
+                "bits": coordinate.candidate_bits,
+                "distance": brief(report.candidate_distance),
+                "rounded": exact(report.rounded_candidate),
+                "rounded_bits": coordinate.rounded_candidate_bits,
+            },
+        ],
+        "boundary": "none" if report.boundary is None else exact(report.boundary),
+        "crossed": report.boundaries_crossed,
+        "dtype": coordinate.rounded_dtype,
+    }
+
+
+def _step(step: Any, diff: PairDiff) -> dict[str, Any]:
+    ties = [
+        name
+        for name, tied in (("reference", step.reference_tied), ("candidate", step.candidate_tied))
+        if tied > 1
+    ]
+    return {
+        "step": step.step,
+        "reference_margin": brief(step.reference_margin),
+        "candidate_margin": brief(step.candidate_margin),
+        "tie": wording.listed(ties),
+        "flip": diff.flip is not None and diff.flip.step == step.step,
+        "logits": {True: "differ", False: "equal", None: "not observed"}[step.logits_differ],
+        "latent": step.shrink_latent,
+        "surviving": step.shrink_surviving,
+        "elements": step.shrink_elements,
+        "cache": "differ" if step.cache_differs else "equal",
+    }
+
+
+def _root(row: RowDifference, tokens: TokenNames) -> dict[str, Any]:
+    first = row.coordinates[0] if row.coordinates else None
+    return {
+        "site": visible(row.site.name),
+        "step": wording.step_name(row.step),
+        "position": row.position,
+        "token": tokens.at(row.position),
+        "rank": "" if first is None else first.coordinate.rank_index,
+        "reference": "" if first is None else exact(first.reference),
+        "reference_bits": "" if first is None else first.reference_bits,
+        "candidate": "" if first is None else exact(first.candidate),
+        "candidate_bits": "" if first is None else first.candidate_bits,
+        "ulp": "" if first is None else f"{first.distance_ulp:,}",
+        "fate": str(row.fate),
+        "surviving": row.surviving,
+        "latent": row.latent,
+    }
+
+
+def _leaf(value: Any) -> str:
+    return shown(None if value is None else wording.plain(value))
+
+
+def _manifest(reference: Trace, candidate: Trace) -> list[dict[str, Any]]:
+    before, after = reference.manifest.flat(), candidate.manifest.flat()
+    keys = [*before, *(key for key in after if key not in before)]
+    return [
+        {
+            "key": visible(key),
+            "reference": _leaf(before.get(key)),
+            "candidate": _leaf(after.get(key)),
+            "differs": before.get(key) != after.get(key),
+        }
+        for key in keys
+    ]
+
+
+def _execution(name: str, trace: Trace) -> dict[str, Any]:
+    return {
+        "name": name,
+        "trace": visible(trace.name),
+        "steps": len(trace.steps),
+        "stop_reason": visible(trace.closing.stop_reason),
+        "complete": trace.closing.complete,
+    }
+
+
+def _data(
+    diff: PairDiff,
+    cells: dict[str, Cells],
+    reference: Trace,
+    coordinate: CoordinateDifference | None,
+) -> dict[str, Any]:
+    """Everything that the page's script draws from."""
+    return {
+        "heatmaps": {
+            name: _heatmap_data(diff, pooled, name, reference) for name, pooled in cells.items()
+        },
+        "margin": _figure_json(margin_figure(diff)) if diff.steps else None,
+        "boundary": _figure_json(boundary_figure(coordinate)) if coordinate is not None else None,
+        "dark": palette.dark_twins(),
+        "classes": {str(int(label)): label.label for label in CoordinateClass},
+        "origins": list(heatmap.ORIGIN_NAMES),
+    }
+
+
+def _heatmap_data(diff: PairDiff, cells: Cells, phase: str, reference: Trace) -> dict[str, Any]:
+    flip_step = diff.flip.step if diff.flip is not None else None
+    labels = heatmap.column_labels(cells, phase, reference)
+    figure = heatmap.skeleton(cells, phase, columns=labels, flip_step=flip_step)
+    logarithms = heatmap.logarithms(cells.magnitudes)
+    figure.data[2].update(**heatmap.magnitude_ticks(logarithms))
+    mark = heatmap.root_mark(diff.first_propagating or diff.first_surviving, cells, phase)
+    if mark is not None:
+        figure.data[3].update(x=[mark[1]], y=[mark[0]], visible=True)
+    return {
+        "figure": _figure_json(figure),
+        "rows": heatmap.row_names(cells),
+        "columns": [visible(n) for n in heatmap.column_names(cells, phase, reference, limit=48)],
+        "labels": labels,
+        "shape": list(cells.classes.shape),
+        "pooled": [cells.row_pool, cells.column_pool],
+        "classes": _packed(cells.classes),
+        "magnitudes": _packed(cells.magnitudes.astype(np.float32)),
+        "ulps": _packed(_smallest(cells.ulps)),
+        "origins": _packed(cells.origins),
+        "surviving": _packed(_smallest(cells.surviving)),
+    }
+
+
+def _figure_json(figure: go.Figure) -> dict[str, Any]:
+    """A figure as JSON values without plotly's template, which the page's own style replaces."""
+    value: dict[str, Any] = json.loads(figure.to_json())
+    value["layout"].pop("template", None)
+    return value
+
+
+def _smallest(values: Array) -> Array:
+    """Use the smallest type that holds every value; JavaScript has no 64-bit integers in its plain numbers."""
+    largest = int(values.max()) if values.size else 0
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        if largest <= np.iinfo(dtype).max:
+            return values.astype(dtype)
+    return values.astype(np.float64)
+
+
+def _packed(values: Array) -> dict[str, str]:
+    little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"))
+    return {
+        "dtype": values.dtype.name,
+        "base64": base64.b64encode(little.tobytes()).decode("ascii"),
+    }

@@ -1,0 +1,423 @@
+"""Reads one step of both traces down to matrices of (record, token row): what differs there, and how.
+
+Everything works on whole frames: a step of a 30-layer model has 210 shrinks, and a trace has hundreds of steps, so that
+one torch call per record would cost more than the comparison. Rows of records that have fewer rows than the step has
+tokens are the step's last ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fliptrace.analysis.align import (
+    Frames,
+    Group,
+    LayoutPair,
+    LayoutPairs,
+    group_tensor,
+    labels,
+    same_bytes,
+)
+from fliptrace.numerics import CoordinateClass, classify, integer_view, ulp_distance
+from fliptrace.trace import Frame, Kind, StepRecord
+
+_ROW_KINDS = (Kind.SHRINK, Kind.OPERAND, Kind.OPERAND_VALUES, Kind.PROJECTION, Kind.CACHE)
+
+#: Codes of origins in matrices and grids, in the order of fliptrace.verdicts.Grid.origins.
+NO_DIFFERENCE, ROOT, INHERITED, VARIANT, UNLOCATED = range(5)
+
+
+@dataclass(frozen=True)
+class ShrinkValues:
+    """Shrink records of one shape, kept while their step is looked at.
+
+    Attributes:
+        sites: the record's row in the step's matrices, int64 [G].
+        reference: [G, T, R] in the records' dtype; candidate likewise.
+        offset: the step's row that is the records' first.
+    """
+
+    sites: Tensor
+    reference: Tensor
+    candidate: Tensor
+    offset: int
+
+
+@dataclass
+class RowEvidence:
+    """Row digests of one kind, S records by T rows.
+
+    Attributes:
+        known: recorded in both, bool [S, T]; differs: their digests differ.
+    """
+
+    known: Tensor
+    differs: Tensor
+
+
+@dataclass
+class CacheEvidence:
+    """Key and value rows written in one step, C cache layers by T rows.
+
+    Attributes:
+        layers: layer numbers.
+        known: recorded in both, bool [C, T].
+        counts: differing elements, int64 [C, 2, T]; keys first.
+        magnitudes: float32 [C, 2, T]; ulps: int64 [C, 2, T].
+        elements: elements of the layer's record.
+        unpaired: places of layers whose record the candidate lacks or has in another shape.
+    """
+
+    layers: tuple[int, ...]
+    known: Tensor
+    counts: Tensor
+    magnitudes: Tensor
+    ulps: Tensor
+    elements: tuple[int, ...]
+    unpaired: tuple[int, ...] = ()
+
+
+@dataclass
+class StepEvidence:
+    """One step of both traces, S shrink records in the reference's execution order by T token rows.
+
+    Attributes:
+        step: the step; first_position: absolute position of row 0; rows: T.
+        keys: the records' keys.
+        observed: recorded in both with one shape, bool [S, T].
+        structural: one-sided, or of another shape or dtype, bool [S].
+        reshaped: structural with both partners there, bool [S].
+        launch_differs: bool [S].
+        elements: coordinates per row, int64 [S].
+        classes: int8 [S, T] of CoordinateClass.
+        latent, surviving: counts of coordinates, int32 [S, T].
+        magnitudes: float32 [S, T]; ulps: int64 [S, T].
+        origins: int8 [S, T], codes of this module.
+        live: rows whose difference leaves the shrink rounded to the model's own dtype, bool [S, T].
+        operand, projection: row digests at the same keys.
+        cache: key and value rows, None where neither trace has any.
+        logits_differ: None where not recorded.
+        differing_kinds: kinds recorded in both whose frames hold other records or other bits.
+        values: shrink values, emptied once the step has been looked at.
+    """
+
+    step: int
+    first_position: int
+    rows: int
+    keys: tuple[str, ...]
+    observed: Tensor
+    structural: Tensor
+    reshaped: Tensor
+    launch_differs: Tensor
+    elements: Tensor
+    classes: Tensor
+    latent: Tensor
+    surviving: Tensor
+    magnitudes: Tensor
+    ulps: Tensor
+    origins: Tensor
+    live: Tensor
+    operand: RowEvidence
+    projection: RowEvidence
+    cache: CacheEvidence | None
+    logits_differ: bool | None
+    differing_kinds: frozenset[Kind]
+    values: list[ShrinkValues] = field(default_factory=list)
+
+    @property
+    def shrinks_differ(self) -> bool:
+        """Some shrink row differs."""
+        return bool((self.classes > 0).any())
+
+
+class StepReader:
+    """Turns pairs of frames into evidence; remembers layouts between steps."""
+
+    def __init__(self, rounded: torch.dtype, model: torch.dtype, same_reduction: bool) -> None:
+        """Remember the dtype that decides survival, the model's own, and whether reductions are equal."""
+        self._rounded = rounded
+        self._model = model
+        self._same_reduction = same_reduction
+        self._layouts = LayoutPairs()
+
+    def pair(self, reference: Frame, candidate: Frame) -> LayoutPair:
+        """Return the pairing of two frames' layouts."""
+        return self._layouts.pair(reference, candidate)
+
+    def read(self, step: StepRecord, reference: Frames, candidate: Frames) -> StepEvidence:
+        """Compare one step.
+
+        Args:
+            step: the reference's record of it.
+            reference: the reference's frames.
+            candidate: the candidate's.
+        """
+        differing = frozenset(
+            kind for kind in {*reference, *candidate} if self._differs(kind, reference, candidate)
+        )
+        keys = self._site_keys(reference, candidate)
+        rows = self._row_count(step, reference, candidate)
+        evidence = _blank(step, keys, rows, differing)
+        self._read_shrinks(evidence, reference.get(Kind.SHRINK), candidate.get(Kind.SHRINK))
+        evidence.operand = self._read_operands(evidence, reference, candidate)
+        evidence.projection = self._read_digests(evidence, Kind.PROJECTION, reference, candidate)
+        evidence.live &= evidence.projection.differs | ~evidence.projection.known
+        _decide_origins(evidence, self._same_reduction)
+        evidence.cache = self._read_cache(evidence, reference, candidate)
+        return evidence
+
+    def _differs(self, kind: Kind, reference: Frames, candidate: Frames) -> bool:
+        before, after = reference.get(kind), candidate.get(kind)
+        if before is None or after is None:
+            return False
+        return not (self.pair(before, after).same_places and same_bytes(before, after))
+
+    def _site_keys(self, reference: Frames, candidate: Frames) -> tuple[str, ...]:
+        before, after = reference.get(Kind.SHRINK), candidate.get(Kind.SHRINK)
+        if before is None or after is None:
+            alone = before or after
+            return tuple(labels(alone.layout)) if alone else ()
+        pair = self.pair(before, after)
+        return tuple(dict.fromkeys((*pair.reference_labels, *pair.candidate_labels)))
+
+    def _row_count(self, step: StepRecord, reference: Frames, candidate: Frames) -> int:
+        counts = [len(step.token_ids), 1]
+        for kind in _ROW_KINDS:
+            before, after = reference.get(kind), candidate.get(kind)
+            if before is not None and after is not None:
+                counts.append(self.pair(before, after).rows(1 if kind == Kind.CACHE else 0))
+        return max(counts)
+
+    def _read_shrinks(
+        self, evidence: StepEvidence, before: Frame | None, after: Frame | None
+    ) -> None:
+        if before is None or after is None:
+            evidence.structural[:] = True
+            return
+        pair = self.pair(before, after)
+        places = {key: row for row, key in enumerate(evidence.keys)}
+        reference_rows = [places[label] for label in pair.reference_labels]
+        candidate_rows = [places[label] for label in pair.candidate_labels]
+        for one, _ in pair.reshaped:
+            evidence.structural[reference_rows[one]] = evidence.reshaped[reference_rows[one]] = True
+        for one in pair.only_reference:
+            evidence.structural[reference_rows[one]] = True
+        for other in pair.only_candidate:
+            evidence.structural[candidate_rows[other]] = True
+        for one in pair.launches_differ:
+            evidence.launch_differs[reference_rows[one]] = True
+        for group in pair.groups:
+            sites = torch.tensor([reference_rows[one] for one in group.rows])
+            shape = group.entry.shape
+            count = min(shape[0], evidence.rows)
+            evidence.observed[sites, evidence.rows - count :] = True
+            evidence.elements[sites] = _width(shape)
+            if Kind.SHRINK in evidence.differing_kinds:
+                self._classify_group(evidence, group, sites, before, after)
+
+    def _classify_group(
+        self, evidence: StepEvidence, group: Group, sites: Tensor, before: Frame, after: Frame
+    ) -> None:
+        count, width = min(group.entry.shape[0], evidence.rows), _width(group.entry.shape)
+        one, other = (
+            group_tensor(frame, places, group.entry).reshape(len(sites), -1, width)[:, -count:]
+            for frame, places in ((before, group.rows), (after, group.columns))
+        )
+        different = (integer_view(one) != integer_view(other)).reshape(-1).nonzero().squeeze(1)
+        if different.numel() == 0:
+            return
+        offset = evidence.rows - count
+        evidence.values.append(ShrinkValues(sites, one, other, offset))
+        left, right = one.reshape(-1)[different], other.reshape(-1)[different]
+        rows = torch.div(different, width, rounding_mode="floor")
+        classes = classify(left, right, self._rounded)
+        cells = len(sites) * count
+        survives = classes == int(CoordinateClass.SURVIVING)
+        surviving = torch.bincount(rows[survives], minlength=cells)
+        latent = torch.bincount(rows, minlength=cells) - surviving
+        own = (
+            surviving > 0
+            if self._model == self._rounded
+            else torch.bincount(rows[classify(left, right, self._model) == 2], minlength=cells) > 0
+        )
+        window = (sites, slice(offset, evidence.rows))
+        shape = (len(sites), count)
+        evidence.latent[window] = latent.to(torch.int32).view(shape)
+        evidence.surviving[window] = surviving.to(torch.int32).view(shape)
+        evidence.classes[window] = (
+            (latent > 0).to(torch.int8).maximum((surviving > 0).to(torch.int8) * 2).view(shape)
+        )
+        evidence.live[window] = own.view(shape)
+        evidence.magnitudes[window] = largest_per_row(magnitude(left, right), rows, cells).view(
+            shape
+        )
+        evidence.ulps[window] = largest_per_row(ulp_distance(left, right), rows, cells).view(shape)
+
+    def _read_operands(
+        self, evidence: StepEvidence, reference: Frames, candidate: Frames
+    ) -> RowEvidence:
+        digests = self._read_digests(evidence, Kind.OPERAND, reference, candidate)
+        if Kind.OPERAND_VALUES not in reference or Kind.OPERAND_VALUES not in candidate:
+            return digests
+        values = self._read_digests(evidence, Kind.OPERAND_VALUES, reference, candidate)
+        return RowEvidence(digests.known | values.known, digests.differs | values.differs)
+
+    def _read_digests(
+        self, evidence: StepEvidence, kind: Kind, reference: Frames, candidate: Frames
+    ) -> RowEvidence:
+        known = torch.zeros_like(evidence.observed)
+        differs = torch.zeros_like(evidence.observed)
+        before, after = reference.get(kind), candidate.get(kind)
+        if before is None or after is None:
+            return RowEvidence(known, differs)
+        pair = self.pair(before, after)
+        places = {key: row for row, key in enumerate(evidence.keys)}
+        rows_of = [places.get(label, -1) for label in pair.reference_labels]
+        for group in pair.groups:
+            sites = torch.tensor([rows_of[one] for one in group.rows])
+            count = min(group.entry.shape[0], evidence.rows)
+            here = sites >= 0
+            known[sites[here], evidence.rows - count :] = True
+            if kind in evidence.differing_kinds:
+                found = rows_that_differ(group, before, after)[:, -count:]
+                differs[sites[here], evidence.rows - count :] = found[here]
+        return RowEvidence(known, differs)
+
+    def _read_cache(
+        self, evidence: StepEvidence, reference: Frames, candidate: Frames
+    ) -> CacheEvidence | None:
+        before, after = reference.get(Kind.CACHE), candidate.get(Kind.CACHE)
+        if before is None or after is None:
+            return None
+        pair = self.pair(before, after)
+        layers = [cache_layer(entry.key) for entry in before.layout.entries]
+        shape = (len(layers), 2, evidence.rows)
+        cache = CacheEvidence(
+            layers=tuple(layers),
+            known=torch.zeros((len(layers), evidence.rows), dtype=torch.bool),
+            counts=torch.zeros(shape, dtype=torch.int64),
+            magnitudes=torch.zeros(shape),
+            ulps=torch.zeros(shape, dtype=torch.int64),
+            elements=tuple(_product(entry.shape) for entry in before.layout.entries),
+            unpaired=(*pair.only_reference, *(one for one, _ in pair.reshaped)),
+        )
+        for group in pair.groups:
+            places = torch.tensor(group.rows)
+            count = min(group.entry.shape[1], evidence.rows)
+            cache.known[places, evidence.rows - count :] = True
+            if Kind.CACHE in evidence.differing_kinds:
+                _compare_cache(cache, group, before, after, count, evidence.rows)
+        return cache
+
+
+def _compare_cache(
+    cache: CacheEvidence, group: Group, before: Frame, after: Frame, count: int, rows: int
+) -> None:
+    one, other = (
+        group_tensor(frame, places, group.entry)[:, :, -count:].flatten(3)
+        for frame, places in ((before, group.rows), (after, group.columns))
+    )
+    different = (integer_view(one) != integer_view(other)).reshape(-1).nonzero().squeeze(1)
+    if different.numel() == 0:
+        return
+    left, right = one.reshape(-1)[different], other.reshape(-1)[different]
+    cells = one.shape[0] * 2 * count
+    cell = torch.div(different, one.shape[3], rounding_mode="floor")
+    shape = (one.shape[0], 2, count)
+    places = torch.tensor(group.rows)
+    window = (places, slice(None), slice(rows - count, rows))
+    cache.counts[window] = torch.bincount(cell, minlength=cells).view(shape)
+    cache.magnitudes[window] = largest_per_row(magnitude(left, right), cell, cells).view(shape)
+    cache.ulps[window] = largest_per_row(ulp_distance(left, right), cell, cells).view(shape)
+
+
+def rows_that_differ(group: Group, before: Frame, after: Frame) -> Tensor:
+    """Say which rows of paired records differ in any bit: bool [records, rows]."""
+    one, other = (
+        integer_view(group_tensor(frame, places, group.entry)).reshape(
+            len(places), group.entry.shape[0], -1
+        )
+        for frame, places in ((before, group.rows), (after, group.columns))
+    )
+    return (one != other).any(dim=2)
+
+
+def magnitude(reference: Tensor, candidate: Tensor) -> Tensor:
+    """Return |reference - candidate| as float32, infinite where either is NaN (no distance is known)."""
+    difference = (reference.to(torch.float32) - candidate.to(torch.float32)).abs()
+    return difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def largest_per_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return the largest non-negative value of every row, 0 where a row has none: [count]."""
+    return torch.zeros(count, dtype=values.dtype).scatter_reduce_(0, rows, values, "amax")
+
+
+def cache_layer(key: str) -> int:
+    """Return the layer number in ``cache.<layer>``, -1 when the key has another form."""
+    number = key.rpartition(".")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return _product(shape[1:])
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _blank(
+    step: StepRecord, keys: tuple[str, ...], rows: int, differing: frozenset[Kind]
+) -> StepEvidence:
+    shape, sites = (len(keys), rows), len(keys)
+    nothing = RowEvidence(
+        torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    )
+    return StepEvidence(
+        step=step.step,
+        first_position=step.first_position,
+        rows=rows,
+        keys=keys,
+        observed=torch.zeros(shape, dtype=torch.bool),
+        structural=torch.zeros(sites, dtype=torch.bool),
+        reshaped=torch.zeros(sites, dtype=torch.bool),
+        launch_differs=torch.zeros(sites, dtype=torch.bool),
+        elements=torch.zeros(sites, dtype=torch.int64),
+        classes=torch.zeros(shape, dtype=torch.int8),
+        latent=torch.zeros(shape, dtype=torch.int32),
+        surviving=torch.zeros(shape, dtype=torch.int32),
+        magnitudes=torch.zeros(shape),
+        ulps=torch.zeros(shape, dtype=torch.int64),
+        origins=torch.zeros(shape, dtype=torch.int8),
+        live=torch.zeros(shape, dtype=torch.bool),
+        operand=nothing,
+        projection=nothing,
+        cache=None,
+        logits_differ=None,
+        differing_kinds=differing,
+    )
+
+
+def _decide_origins(evidence: StepEvidence, same_reduction: bool) -> None:
+    """Fill classes of structural rows, and origins by the rule of the design, for all rows at once."""
+    evidence.classes[~evidence.observed] = int(CoordinateClass.NOT_OBSERVED)
+    evidence.classes[evidence.structural] = int(CoordinateClass.STRUCTURAL)
+    different = evidence.classes > 0
+    if not bool(different.any()):
+        return
+    variant = evidence.launch_differs | evidence.structural
+    if not same_reduction:
+        variant = torch.ones_like(variant)
+    own = torch.where(variant, VARIANT, ROOT).to(torch.int8).unsqueeze(1).expand_as(different)
+    origins = torch.where(evidence.operand.differs, torch.tensor(INHERITED, dtype=torch.int8), own)
+    lone = (evidence.structural & ~evidence.reshaped).unsqueeze(1)
+    unlocated = ~evidence.operand.known | lone
+    origins = torch.where(unlocated, torch.tensor(UNLOCATED, dtype=torch.int8), origins)
+    evidence.origins = torch.where(different, origins, torch.tensor(0, dtype=torch.int8))

@@ -1,0 +1,423 @@
+"""Looks for differences that entered somewhere other than a shrink.
+
+Most of a network is not recorded by default: norms, attention, the residual additions. A difference that enters there
+is first seen in the next record, and calling that record's site the culprit would be wrong. The rule here is
+conservative data flow. A row of a record at token position p may depend on
+
+* everything recorded earlier in the same step at positions <= p (attention mixes earlier positions in),
+* the cache rows of earlier steps in its own or a lower layer (where the cache was not recorded: on any difference of an
+  earlier step that left its shrink).
+
+A differing operand, cache or logits row that none of these can explain entered between the last record and this one.
+A projection row that differs although its operand row and its rounded shrink row are equal is a root of its own: the
+base projection or the expand differed. Differences that this rule could explain are never reported, so it may miss some
+and does not invent any. With operations recorded, the first operation with equal inputs and different outputs is named
+(fliptrace.analysis.operations).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fliptrace.analysis.align import Frames
+from fliptrace.analysis.coordinates import site_of
+from fliptrace.analysis.evidence import StepEvidence, StepReader
+from fliptrace.analysis.grids import cache_place
+from fliptrace.analysis.operations import find_operation, find_unexplained_module
+from fliptrace.analysis.roles import Role, role_of
+from fliptrace.sites import Site
+from fliptrace.trace import StepRecord
+from fliptrace.verdicts import ForeignRoot, Origin
+
+_OPERAND, _SHRINK, _PROJECTION, _CACHE = range(4)
+_RUN_AGAIN = "Run again with --modules to see which operation it is."
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The records of a step as one axis in execution order, cache rows where they are written.
+
+    Attributes:
+        sites: one per shrink record.
+        kinds: what each slot holds; numbers: its row in the matrices of its kind.
+        order: from the stacked matrices (operands, shrinks, projections, caches) to slots, int64.
+    """
+
+    sites: tuple[Site, ...]
+    kinds: tuple[int, ...]
+    numbers: tuple[int, ...]
+    order: Tensor
+
+
+class ForeignSearch:
+    """Walks steps in order until it has found the first difference that did not enter through a shrink."""
+
+    def __init__(self, reader: StepReader) -> None:
+        """Start with equal pasts."""
+        self.found: ForeignRoot | None = None
+        self._reader = reader
+        self._cached_from: int | None = None  # lowest layer whose cache differs; 0 when unknown
+        self._slots: dict[tuple[tuple[str, ...], tuple[int, ...]], _Slots] = {}
+
+    def take(
+        self,
+        evidence: StepEvidence,
+        before: StepRecord,
+        after: StepRecord,
+        reference: Frames,
+        candidate: Frames,
+    ) -> None:
+        """Look at one step."""
+        if self.found is not None:
+            return
+        self.found = (
+            find_operation(evidence, self._reader, reference, candidate)
+            or self._find_in_records(evidence)
+            or self._find_in_cache_digest(evidence, before, after)
+            or self._find_in_logits(evidence)
+            or self._find_in_modules(evidence, reference, candidate)
+            or self._find_in_token(evidence, before, after)
+        )
+        self._remember(evidence, before, after)
+
+    def _find_in_records(self, evidence: StepEvidence) -> ForeignRoot | None:
+        if not _rows_differ(evidence):
+            return None
+        slots = self._slots_of(evidence)
+        live = _stack(
+            evidence, evidence.operand.differs, evidence.live, evidence.projection.differs
+        )
+        live = live[slots.order]
+        reachable = _reachable(live) | self._past(slots).unsqueeze(1)
+        unexplained = torch.zeros_like(live)
+        for slot, kind in enumerate(slots.kinds):
+            number = slots.numbers[slot]
+            if kind == _OPERAND:
+                unexplained[slot] = evidence.operand.differs[number] & ~reachable[slot]
+            elif kind == _PROJECTION:
+                unexplained[slot] = _unexplained_projection(evidence, number, reachable[slot])
+            elif kind == _CACHE:
+                unexplained[slot] = _unexplained_cache(
+                    evidence, slots.sites, number, reachable[slot]
+                )
+        places = unexplained.nonzero()
+        if places.numel() == 0:
+            return None
+        slot, row = places[0].tolist()
+        return self._describe(evidence, slots, slot, row)
+
+    def _past(self, slots: _Slots) -> Tensor:
+        """Say which slots differing cache rows of earlier steps may explain, bool [slots]."""
+        if self._cached_from is None:
+            return torch.zeros(len(slots.kinds), dtype=torch.bool)
+        layers = [
+            None if kind == _CACHE else slots.sites[number].layer
+            for kind, number in zip(slots.kinds, slots.numbers, strict=True)
+        ]
+        return torch.tensor([layer is None or layer >= self._cached_from for layer in layers])
+
+    def _describe(self, evidence: StepEvidence, slots: _Slots, slot: int, row: int) -> ForeignRoot:
+        kind, number = slots.kinds[slot], slots.numbers[slot]
+        position = evidence.first_position + row
+        where = f"{_phase(evidence.step)}, token position {position}"
+        if kind == _PROJECTION:
+            site = slots.sites[number]
+            located = bool(
+                evidence.operand.known[number, row] and not evidence.operand.differs[number, row]
+            )
+            what = (
+                "its operand and its rounded shrink are bit-equal: the base projection or the expand of the adapter "
+                "gave another result"
+                if located
+                else f"no record before it differs, and its operand was not recorded. {_RUN_AGAIN}"
+            )
+            return ForeignRoot(
+                key=evidence.keys[number],
+                kind="projection",
+                step=evidence.step,
+                position=position,
+                origin=Origin.ROOT if located else Origin.UNLOCATED,
+                explanation=f"The output of {site.name} differs in {where}, although {what}".rstrip(
+                    "."
+                )
+                + ".",
+            )
+        if kind == _CACHE:
+            layer = evidence.cache.layers[number] if evidence.cache is not None else -1
+            return ForeignRoot(
+                key=f"cache.{layer}",
+                kind="cache",
+                step=evidence.step,
+                position=position,
+                origin=Origin.ROOT
+                if _has_writers(evidence, slots.sites, layer)
+                else Origin.UNLOCATED,
+                explanation=(
+                    f"A key or value that layer {layer} wrote in {where}, differs although every record that feeds "
+                    f"it is equal; what lies between (key and value biases, normalisation, rotary embedding) was not "
+                    f"recorded. {_RUN_AGAIN}"
+                ),
+            )
+        site = slots.sites[number]
+        last, between = _between(slots, slot)
+        return ForeignRoot(
+            key=evidence.keys[number],
+            kind="operand",
+            step=evidence.step,
+            position=position,
+            origin=Origin.UNLOCATED,
+            explanation=(
+                f"The input of {site.name} differs in {where}, although everything recorded before it that could "
+                f"reach it is equal up to {last}; what lies between ({between}) was not recorded. {_RUN_AGAIN}"
+            ),
+        )
+
+    def _find_in_cache_digest(
+        self, evidence: StepEvidence, before: StepRecord, after: StepRecord
+    ) -> ForeignRoot | None:
+        if not _digests_differ(before, after) or self._cached_from is not None:
+            return None
+        if _cache_rows_differ(evidence) or (evidence.cache is None and _live(evidence)):
+            return None
+        return ForeignRoot(
+            key="cache",
+            kind="cache",
+            step=evidence.step,
+            position=-1,
+            origin=Origin.UNLOCATED,
+            explanation=(
+                f"The digest of the whole cache differs in {_phase(evidence.step)}, although every recorded row that "
+                f"was written to it is equal: the cache was changed elsewhere, or holds rows that were not recorded. "
+                f"{_RUN_AGAIN}"
+            ),
+        )
+
+    def _find_in_logits(self, evidence: StepEvidence) -> ForeignRoot | None:
+        if not evidence.logits_differ:
+            return None
+        last = evidence.rows - 1
+        live = [evidence.operand.differs, evidence.live, evidence.projection.differs]
+        if any(bool(rows[:, last].any()) for rows in live):
+            return None
+        complete = _residual_writers_known(evidence)
+        elsewhere = _live(evidence) or _cache_rows_differ(evidence) or self._cached_from is not None
+        if elsewhere and not complete:
+            return None
+        known = (
+            "everything that its row added to the residual stream is equal: the final normalisation or the language "
+            "model's head gave another result"
+            if complete
+            else f"no record before them differs. {_RUN_AGAIN}"
+        )
+        return ForeignRoot(
+            key="logits",
+            kind="logits",
+            step=evidence.step,
+            position=evidence.first_position + last,
+            origin=Origin.ROOT if complete else Origin.UNLOCATED,
+            explanation=f"The logits of {_phase(evidence.step)} differ, although {known}".rstrip(
+                "."
+            )
+            + ".",
+        )
+
+    def _find_in_modules(
+        self, evidence: StepEvidence, reference: Frames, candidate: Frames
+    ) -> ForeignRoot | None:
+        if _live(evidence) or _cache_rows_differ(evidence) or self._cached_from is not None:
+            return None
+        if evidence.logits_differ:
+            return None
+        return find_unexplained_module(evidence, self._reader, reference, candidate)
+
+    def _find_in_token(
+        self, evidence: StepEvidence, before: StepRecord, after: StepRecord
+    ) -> ForeignRoot | None:
+        if before.chosen == after.chosen or evidence.logits_differ is not False:
+            return None
+        return ForeignRoot(
+            key="logits",
+            kind="token",
+            step=evidence.step,
+            position=evidence.first_position + evidence.rows - 1,
+            origin=Origin.ROOT,
+            explanation=(
+                f"The logits of {_phase(evidence.step)} are bit-equal, but other tokens were chosen from them: the "
+                "difference lies in the sampler or in tokens that were forced."
+            ),
+        )
+
+    def _remember(self, evidence: StepEvidence, before: StepRecord, after: StepRecord) -> None:
+        cache = evidence.cache
+        layers: list[int] = []
+        if cache is not None:
+            places = (cache.counts.sum(dim=(1, 2)) > 0).nonzero().squeeze(1).tolist()
+            layers = [max(cache.layers[place], 0) for place in places]
+            if cache.unpaired:
+                layers.append(0)
+        digests_known = bool(before.cache_digest and after.cache_digest)
+        if _digests_differ(before, after) and not layers:
+            layers.append(0)
+        if cache is None and not digests_known and _live(evidence):
+            layers.append(0)
+        if layers:
+            lowest = min(layers)
+            self._cached_from = (
+                lowest if self._cached_from is None else min(self._cached_from, lowest)
+            )
+
+    def _slots_of(self, evidence: StepEvidence) -> _Slots:
+        layers = evidence.cache.layers if evidence.cache is not None else ()
+        key = (evidence.keys, layers)
+        if key not in self._slots:
+            self._slots[key] = _arrange(evidence.keys, layers)
+        return self._slots[key]
+
+
+def _arrange(keys: tuple[str, ...], layers: tuple[int, ...]) -> _Slots:
+    sites = tuple(site_of(key) for key in keys)
+    count = len(sites)
+    placed = [
+        (4 * number + kind, kind, number, kind * count + number)
+        for number in range(count)
+        for kind in (_OPERAND, _SHRINK, _PROJECTION)
+    ]
+    placed += [
+        (4 * cache_place(sites, layer) - 1, _CACHE, number, 3 * count + number)
+        for number, layer in enumerate(layers)
+    ]
+    placed.sort(key=lambda one: one[0])
+    return _Slots(
+        sites=sites,
+        kinds=tuple(kind for _, kind, _, _ in placed),
+        numbers=tuple(number for _, _, number, _ in placed),
+        order=torch.tensor([row for *_, row in placed], dtype=torch.int64),
+    )
+
+
+def _stack(evidence: StepEvidence, *matrices: Tensor) -> Tensor:
+    cache = evidence.cache
+    rows = (cache.counts > 0).any(dim=1) if cache is not None else matrices[0][:0]
+    return torch.cat([*matrices, rows])
+
+
+def _reachable(live: Tensor) -> Tensor:
+    """Say which rows an earlier record at the same or an earlier position may explain, bool [slots, T]."""
+    earlier = live.to(torch.int32).cumsum(0) - live.to(torch.int32)
+    return (earlier > 0).to(torch.int32).cumsum(1) > 0
+
+
+def _rows_differ(evidence: StepEvidence) -> bool:
+    return _live(evidence) or _cache_rows_differ(evidence)
+
+
+def _live(evidence: StepEvidence) -> bool:
+    """Some record's difference, an operand's included, goes on into the network."""
+    return bool(
+        evidence.operand.differs.any() | evidence.live.any() | evidence.projection.differs.any()
+    )
+
+
+def _cache_rows_differ(evidence: StepEvidence) -> bool:
+    return evidence.cache is not None and bool((evidence.cache.counts > 0).any())
+
+
+def _digests_differ(before: StepRecord, after: StepRecord) -> bool:
+    return any(
+        one and other and one != other
+        for one, other in (
+            (before.cache_digest, after.cache_digest),
+            (before.cache_digest_full, after.cache_digest_full),
+        )
+    )
+
+
+def _unexplained_projection(evidence: StepEvidence, number: int, reachable: Tensor) -> Tensor:
+    differs = evidence.projection.differs[number] & ~evidence.live[number]
+    differs = differs & ~evidence.operand.differs[number] & ~evidence.structural[number]
+    inputs_equal = evidence.operand.known[number] & evidence.observed[number]
+    return differs & (inputs_equal | ~reachable)
+
+
+def _unexplained_cache(
+    evidence: StepEvidence, sites: tuple[Site, ...], number: int, reachable: Tensor
+) -> Tensor:
+    """Find differing key or value rows whose inputs at the same position are equal, or that nothing explains."""
+    cache = evidence.cache
+    if cache is None:
+        return torch.zeros_like(reachable)
+    unexplained = torch.zeros_like(reachable)
+    for which, own in ((0, Role.KEY), (1, Role.VALUE)):
+        differs = cache.counts[number, which] > 0
+        inputs = _cache_inputs(evidence, sites, cache.layers[number], own)
+        if inputs is None:
+            unexplained |= differs & ~reachable
+        else:
+            known, differing = inputs
+            unexplained |= differs & ~differing & (known | ~reachable)
+    return unexplained
+
+
+def _cache_inputs(
+    evidence: StepEvidence, sites: tuple[Site, ...], layer: int, own: Role
+) -> tuple[Tensor, Tensor] | None:
+    """Return (known, differs) of what a layer's keys or values are made from, None when no such record exists."""
+    here = [(number, role_of(site)) for number, site in enumerate(sites) if site.layer == layer]
+    writers = [number for number, role in here if role in (own, Role.ATTENTION_IN)]
+    if writers:
+        rows = evidence.projection
+    else:
+        writers = [number for number, role in here if role in (Role.QUERY, Role.KEY, Role.VALUE)]
+        rows = evidence.operand
+    if not writers:
+        return None
+    return rows.known[writers].all(dim=0), rows.differs[writers].any(dim=0)
+
+
+def _has_writers(evidence: StepEvidence, sites: tuple[Site, ...], layer: int) -> bool:
+    inputs = [_cache_inputs(evidence, sites, layer, own) for own in (Role.KEY, Role.VALUE)]
+    return all(one is not None and bool(one[0].all()) for one in inputs)
+
+
+def _residual_writers_known(evidence: StepEvidence) -> bool:
+    """All that is added to the last row's residual stream was recorded: every layer's attention and MLP output."""
+    sites = [site_of(key) for key in evidence.keys]
+    last = evidence.rows - 1
+    written: dict[int, set[Role]] = {}
+    for number, site in enumerate(sites):
+        if site.layer is not None and bool(evidence.projection.known[number, last]):
+            written.setdefault(site.layer, set()).add(role_of(site))
+    layers = {site.layer for site in sites if site.layer is not None}
+    layers |= set(evidence.cache.layers) if evidence.cache is not None else set()
+    needed = {Role.ATTENTION_OUT, Role.MLP_OUT}
+    return bool(layers) and all(needed <= written.get(layer, set()) for layer in layers)
+
+
+def _between(slots: _Slots, slot: int) -> tuple[str, str]:
+    """Name the last record before an operand, and what is not recorded between the two."""
+    site = slots.sites[slots.numbers[slot]]
+    before = [
+        number
+        for kind, number in zip(slots.kinds[:slot], slots.numbers[:slot], strict=True)
+        if kind == _PROJECTION
+    ]
+    if not before:
+        return "the token ids", "the embedding and the first normalisation"
+    last = slots.sites[before[-1]]
+    role = role_of(site)
+    if role is Role.ATTENTION_OUT:
+        between = f"the attention of layer {site.layer}"
+    elif role is Role.MLP_OUT:
+        between = "the activation and the product within the MLP"
+    elif role in (Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_IN, Role.MLP_IN):
+        between = "the residual addition and the normalisation"
+    else:
+        between = "the operations between them"
+    return f"the output of {last.name}", between
+
+
+def _phase(step: int) -> str:
+    return "the prefill" if step == 0 else f"step {step}"

@@ -1,0 +1,211 @@
+"""Gathers classes and magnitudes of all steps into the two grids that views draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fliptrace.analysis.coordinates import site_of
+from fliptrace.analysis.evidence import StepEvidence
+from fliptrace.analysis.roles import Role, role_of
+from fliptrace.numerics import CoordinateClass
+from fliptrace.sites import Site
+from fliptrace.trace import StepRecord
+from fliptrace.verdicts import Grid
+
+Row = tuple[str, str | int]
+_FIELDS = ("classes", "magnitudes", "ulps", "origins", "surviving")
+_DTYPES = (torch.int8, torch.float32, torch.int64, torch.int8, torch.int32)
+
+
+@dataclass
+class _Cells:
+    """One step's cells: rows, first column, and [rows, columns] of every field."""
+
+    step: int
+    rows: tuple[Row, ...]
+    first_position: int
+    fields: tuple[Tensor, ...]
+
+
+class GridBuilder:
+    """Collects steps, then lays them out."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._prefill: list[_Cells] = []
+        self._decode: list[_Cells] = []
+        self._rows: dict[Row, None] = {}
+
+    def add(self, evidence: StepEvidence) -> None:
+        """Take one step's cells."""
+        shrink = _shrink_cells(evidence)
+        found = [shrink, *_cache_cells(evidence)]
+        self._rows |= dict.fromkeys(row for cells in found for row in cells.rows)
+        if evidence.step == 0:
+            self._prefill.extend(found)
+        else:
+            self._decode.extend(_worst_row(cells) for cells in found)
+
+    def finish(self, steps: Sequence[StepRecord]) -> dict[str, Grid]:
+        """Lay out the grids.
+
+        Args:
+            steps: the compared steps.
+        """
+        rows = _ordered(list(self._rows))
+        prompt = steps[0] if steps else None
+        columns = (
+            tuple(range(prompt.first_position, prompt.first_position + self._prompt_rows(prompt)))
+            if prompt
+            else ()
+        )
+        decode = tuple(step.step for step in steps if step.step > 0)
+        return {
+            "prefill": _laid_out("prefill", rows, columns, self._prefill),
+            "decode": _laid_out("decode", rows, decode, self._decode),
+        }
+
+    def _prompt_rows(self, prompt: StepRecord) -> int:
+        return max([len(prompt.token_ids), *(cells.fields[0].shape[1] for cells in self._prefill)])
+
+
+def _shrink_cells(evidence: StepEvidence) -> _Cells:
+    return _Cells(
+        step=evidence.step,
+        rows=tuple(("shrink", key) for key in evidence.keys),
+        first_position=evidence.first_position,
+        fields=(
+            evidence.classes,
+            evidence.magnitudes,
+            evidence.ulps,
+            evidence.origins,
+            evidence.surviving,
+        ),
+    )
+
+
+def _cache_cells(evidence: StepEvidence) -> list[_Cells]:
+    cache = evidence.cache
+    if cache is None:
+        return []
+    found = []
+    for which, name in enumerate(("key", "value")):
+        counts = cache.counts[:, which]
+        classes = torch.where(
+            counts > 0, int(CoordinateClass.SURVIVING), int(CoordinateClass.EQUAL)
+        )
+        classes = torch.where(cache.known, classes, int(CoordinateClass.NOT_OBSERVED))
+        if cache.unpaired:
+            classes[list(cache.unpaired)] = int(CoordinateClass.STRUCTURAL)
+        found.append(
+            _Cells(
+                step=evidence.step,
+                rows=tuple((name, layer) for layer in cache.layers),
+                first_position=evidence.first_position,
+                fields=(
+                    classes.to(torch.int8),
+                    cache.magnitudes[:, which],
+                    cache.ulps[:, which],
+                    torch.zeros_like(classes, dtype=torch.int8),
+                    counts.to(torch.int32),
+                ),
+            )
+        )
+    return found
+
+
+def _worst_row(cells: _Cells) -> _Cells:
+    """Merge the token rows of a decode step into one column."""
+    if cells.fields[0].shape[1] == 1:
+        return cells
+    classes, magnitudes, ulps, origins, surviving = cells.fields
+    if not cells.rows:
+        return _Cells(cells.step, (), 0, tuple(values[:, :1] for values in cells.fields))
+    worst = classes.argmax(dim=1, keepdim=True)
+    return _Cells(
+        step=cells.step,
+        rows=cells.rows,
+        first_position=cells.first_position,
+        fields=(
+            classes.amax(1, keepdim=True),
+            magnitudes.amax(1, keepdim=True),
+            ulps.amax(1, keepdim=True),
+            origins.gather(1, worst),
+            surviving.sum(1, keepdim=True).to(torch.int32),
+        ),
+    )
+
+
+def _laid_out(phase: str, rows: list[Row], columns: tuple[int, ...], found: list[_Cells]) -> Grid:
+    shape = (len(rows), len(columns))
+    fields = [torch.zeros(shape, dtype=dtype) for dtype in _DTYPES]
+    fields[0].fill_(int(CoordinateClass.NOT_OBSERVED))
+    places = {row: number for number, row in enumerate(rows)}
+    column_of = {column: number for number, column in enumerate(columns)}
+    indices: dict[tuple[Row, ...], Tensor] = {}
+    for cells in found:
+        if not cells.rows:
+            continue
+        index = indices.get(cells.rows)
+        if index is None:
+            index = torch.tensor([places[row] for row in cells.rows])
+            indices[cells.rows] = index
+        start = column_of[cells.step if phase == "decode" else cells.first_position]
+        window = (index, slice(start, start + cells.fields[0].shape[1]))
+        for target, values in zip(fields, cells.fields, strict=True):
+            target[window] = values
+    return Grid(
+        phase=phase,
+        rows=tuple(_labelled(row) for row in rows),
+        columns=columns,
+        **dict(zip(_FIELDS, fields, strict=True)),
+    )
+
+
+def _labelled(row: Row) -> tuple[str, Site | int]:
+    kind, name = row
+    return (kind, site_of(name)) if isinstance(name, str) else (kind, name)
+
+
+def _ordered(rows: list[Row]) -> list[Row]:
+    """Put shrink rows in execution order and every cache row where its layer writes its cache."""
+    shrinks = [row for row in rows if isinstance(row[1], str)]
+    sites = [site_of(str(row[1])) for row in shrinks]
+    cached = sorted({row[1] for row in rows if isinstance(row[1], int)})
+    if not cached:  # no cache was recorded: its rows stay, as not observed
+        cached = sorted({site.layer for site in sites if site.layer is not None})
+        rows = [*rows, *((kind, layer) for layer in cached for kind in ("key", "value"))]
+    present = set(rows)
+    inserted: dict[int, list[Row]] = {}
+    for layer in cached:
+        pair: list[Row] = [(kind, layer) for kind in ("key", "value") if (kind, layer) in present]
+        inserted.setdefault(cache_place(sites, layer), []).extend(pair)
+    ordered: list[Row] = []
+    for number in range(len(shrinks) + 1):
+        ordered.extend(inserted.get(number, ()))
+        ordered.extend(shrinks[number : number + 1])
+    return ordered
+
+
+def cache_place(sites: Sequence[Site], layer: int) -> int:
+    """Return before which of the sites (in execution order) a layer writes its cache.
+
+    After its last site that makes keys or values; else before its first site; else before the next layer's.
+    """
+    writers = [
+        number
+        for number, site in enumerate(sites)
+        if site.layer == layer and role_of(site) in (Role.KEY, Role.VALUE, Role.ATTENTION_IN)
+    ]
+    if writers:
+        return writers[-1] + 1
+    later = (
+        number
+        for number, site in enumerate(sites)
+        if site.layer is not None and site.layer >= layer
+    )
+    return next(later, len(sites))

@@ -1,0 +1,541 @@
+"""Follows differences through the network: a directed graph of differing records, and sentences for people.
+
+A node is a record of one step that differs in some row: (step, layer, record). Edges are data flow, taken from what the
+sites' names say they do (fliptrace.analysis.roles); sites with other names follow one another in execution order. Cache
+rows stay readable in every later step; instead of an edge to each, which would be quadratic in the steps, a node
+``cached`` stands for what a layer's cache holds of earlier steps' differences when a step begins.
+
+This is the only module that imports networkx, and only when a graph is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fliptrace.analysis.coordinates import site_of
+from fliptrace.analysis.evidence import StepEvidence
+from fliptrace.analysis.roles import Role, role_of
+from fliptrace.errors import InputError
+from fliptrace.numerics import CoordinateClass
+from fliptrace.sites import Site
+from fliptrace.trace import Kind, Trace
+from fliptrace.verdicts import (
+    CacheDifference,
+    Flip,
+    ForeignRoot,
+    PairDiff,
+    PropagationSummary,
+    RowDifference,
+)
+
+#: (step, what, where): where is a site's key (``shrink``), a layer (``key``), or 0 (``logits``).
+Node = tuple[int, str, str | int]
+_ATTENTION_INPUTS = frozenset({Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_IN})
+_LAYERS_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A differing record on its way into the graph."""
+
+    node: Node
+    rows: Tensor  # bool [T]
+    attributes: dict[str, Any]
+
+
+def propagation_graph(reference: Trace, candidate: Trace, diff: PairDiff) -> Any:
+    """Build the graph of every differing record of two traces.
+
+    Args:
+        reference: a trace.
+        candidate: the other.
+        diff: what compare found between them.
+
+    Returns:
+        A networkx.DiGraph. Nodes are (step, record, site key or layer) with the attributes ``name``, ``step``,
+        ``layer``, ``record`` (operand, shrink, projection, key, value, cached, logits or flip), ``coordinate_class``
+        (its label), ``magnitude`` (largest |difference|, None for digests) and ``positions`` (absolute positions).
+
+    Raises:
+        TraceMismatchError: the traces cannot be compared.
+        InputError: the comparison is not one of these traces.
+    """
+    from fliptrace.analysis.align import check_identity, compared_span
+    from fliptrace.analysis.diff import PairWalk
+
+    check_identity(reference, candidate)
+    span = compared_span(reference, candidate)
+    if span.steps != diff.coverage.steps_compared:
+        raise InputError(
+            f"the comparison covers {diff.coverage.steps_compared} steps, but {reference.name} and {candidate.name} "
+            f"have {span.steps} in common; pass what compare returned for these two traces"
+        )
+    walk = PairWalk(reference, candidate, diff.rounded_dtype)
+    for number in range(span.steps):
+        walk.take(number, number == span.flip)
+    return build_graph(walk.evidence, diff.flip)
+
+
+def build_graph(
+    evidence: Sequence[StepEvidence], flip: Flip | None, steps: Iterable[int] | None = None
+) -> Any:
+    """Build the graph of differing records.
+
+    Args:
+        evidence: every compared step.
+        flip: the flip, a node of its own, None without one.
+        steps: keep only the records of these steps and, between them, the cache; all when left out.
+    """
+    import networkx as nx
+
+    graph = nx.DiGraph()
+    wanted = None if steps is None else set(steps)
+    cached: dict[int, _Record] = {}
+    for step in evidence:
+        records = _records(step) if wanted is None or step.step in wanted else {}
+        flow = _StepFlow(graph, step, records, cached)
+        if wanted is None or step.step in wanted:
+            flow.connect()
+        cached = flow.cached_after(records or _cache_records(step))
+    if flip is not None:
+        node: Node = (flip.step, "flip", 0)
+        graph.add_node(
+            node,
+            name=f"flip at step {flip.step}",
+            step=flip.step,
+            layer=None,
+            record="flip",
+            coordinate_class="",
+            magnitude=None,
+            positions=(),
+        )
+        if (flip.step, "logits", 0) in graph:
+            graph.add_edge((flip.step, "logits", 0), node)
+    return graph
+
+
+def count_records(evidence: Sequence[StepEvidence]) -> int:
+    """Count the differing records without building their graph."""
+    total = 0
+    for step in evidence:
+        matrices = (step.operand.differs, step.classes > 0, step.projection.differs)
+        total += sum(int(matrix.any(dim=1).sum()) for matrix in matrices)
+        if step.cache is not None:
+            total += int((step.cache.counts.sum(dim=2) > 0).sum())
+        total += bool(step.logits_differ)
+    return total
+
+
+def _records(step: StepEvidence) -> dict[Node, _Record]:
+    """Return the differing records of a step."""
+    found: dict[Node, _Record] = {}
+    for name, matrix in (
+        ("operand", step.operand.differs),
+        ("shrink", step.classes > 0),
+        ("projection", step.projection.differs),
+    ):
+        for number in matrix.any(dim=1).nonzero().squeeze(1).tolist():
+            key = step.keys[number]
+            site = site_of(key)
+            label, magnitude = CoordinateClass.SURVIVING.label, None
+            if name == "shrink":
+                label = CoordinateClass(int(step.classes[number].max())).label
+                magnitude = float(step.magnitudes[number].max())
+            node: Node = (step.step, name, key)
+            found[node] = _record(
+                step, node, matrix[number], f"{_short(site)} {name}", site.layer, label, magnitude
+            )
+    found |= _cache_records(step)
+    if step.logits_differ:
+        node = (step.step, "logits", 0)
+        rows = torch.zeros(step.rows, dtype=torch.bool)
+        rows[-1] = True
+        found[node] = _record(
+            step,
+            node,
+            rows,
+            f"logits of step {step.step}",
+            None,
+            CoordinateClass.SURVIVING.label,
+            None,
+        )
+    return found
+
+
+def _cache_records(step: StepEvidence) -> dict[Node, _Record]:
+    found: dict[Node, _Record] = {}
+    cache = step.cache
+    if cache is None:
+        return found
+    for place, which in (cache.counts.sum(dim=2) > 0).nonzero().tolist():
+        name, layer = ("key", "value")[which], cache.layers[place]
+        node: Node = (step.step, name, layer)
+        found[node] = _record(
+            step,
+            node,
+            cache.counts[place, which] > 0,
+            f"layer-{layer} {name}",
+            layer,
+            CoordinateClass.SURVIVING.label,
+            float(cache.magnitudes[place, which].max()),
+        )
+    return found
+
+
+def _record(
+    step: StepEvidence,
+    node: Node,
+    rows: Tensor,
+    name: str,
+    layer: int | None,
+    label: str,
+    magnitude: float | None,
+) -> _Record:
+    positions = tuple(step.first_position + row for row in rows.nonzero().squeeze(1).tolist())
+    attributes = {
+        "name": name,
+        "step": step.step,
+        "layer": layer,
+        "record": node[1],
+        "coordinate_class": label,
+        "magnitude": magnitude,
+        "positions": positions,
+    }
+    return _Record(node, rows, attributes)
+
+
+class _StepFlow:
+    """Connects the differing records of one step."""
+
+    def __init__(
+        self,
+        graph: Any,
+        step: StepEvidence,
+        records: dict[Node, _Record],
+        cached: dict[int, _Record],
+    ) -> None:
+        self._graph = graph
+        self._step = step
+        self._records = records
+        self._cached = cached
+        self._stream: list[_Record] = []  # the last writers of the residual stream that differ
+        for record in records.values():
+            graph.add_node(record.node, **record.attributes)
+
+    def connect(self) -> None:
+        """Add the edges, layer by layer."""
+        sites = [site_of(key) for key in self._step.keys]
+        layers = [site.layer for site in sites]
+        cache_layers = self._step.cache.layers if self._step.cache is not None else ()
+        order = list(dict.fromkeys(layers))
+        order += [layer for layer in sorted({*cache_layers, *self._cached}) if layer not in order]
+        for layer in sorted(order, key=lambda one: (one is None, one if one is not None else 0)):
+            self._connect_layer(layer, [site for site in sites if site.layer == layer])
+        logits = self._records.get((self._step.step, "logits", 0))
+        if logits is not None:
+            self._link(self._stream, logits, mixes=False)
+
+    def _connect_layer(self, layer: int | None, sites: list[Site]) -> None:
+        roles = {site: role_of(site) for site in sites}
+        inputs = [site for site in sites if roles[site] in _ATTENTION_INPUTS]
+        outputs = [site for site in sites if roles[site] is Role.ATTENTION_OUT]
+        attention = [self._connect_site(site, self._stream) for site in inputs]
+        if layer is not None:
+            sources = self._connect_cache(layer, inputs)
+            sources += [
+                record
+                for site, record in zip(inputs, attention, strict=True)
+                if record is not None and roles[site] in (Role.QUERY, Role.ATTENTION_IN)
+            ]
+            self._close_block(outputs, sources, mixes=True)
+        expanded = [
+            record
+            for site in sites
+            if roles[site] is Role.MLP_IN
+            and (record := self._connect_site(site, self._stream)) is not None
+        ]
+        self._close_block(
+            [site for site in sites if roles[site] is Role.MLP_OUT], expanded, mixes=False
+        )
+        for site in sites:
+            if roles[site] is Role.OTHER:
+                record = self._connect_site(site, self._stream)
+                self._write([] if record is None else [record], inherited=True)
+
+    def _connect_cache(self, layer: int, inputs: list[Site]) -> list[_Record]:
+        """Connect what a layer caches; return what its attention reads from the cache."""
+        step = self._step.step
+        found: list[_Record] = []
+        for name, own in (("key", Role.KEY), ("value", Role.VALUE)):
+            record = self._records.get((step, name, layer))
+            if record is None:
+                continue
+            makers = [site for site in inputs if role_of(site) in (own, Role.ATTENTION_IN)]
+            sources = [self._records.get((step, "projection", site.path)) for site in makers]
+            if not makers:
+                sources = [self._records.get((step, "operand", site.path)) for site in inputs]
+            known = [source for source in sources if source is not None]
+            self._link(known or ([] if inputs else self._stream), record, mixes=False)
+            found.append(record)
+        if layer in self._cached:
+            found.append(self._cached[layer])
+        return found
+
+    def _close_block(self, outputs: list[Site], sources: list[_Record], *, mixes: bool) -> None:
+        """Lead what a block made to its output projection and that into the residual stream."""
+        if not outputs:
+            self._write(sources, inherited=True)
+            return
+        for site in outputs:
+            record = self._connect_site(site, sources, mixes=mixes)
+            if record is not None:
+                operand = self._records.get((self._step.step, "operand", site.path))
+                self._write([record], inherited=operand is not None)
+
+    def _write(self, records: list[_Record], *, inherited: bool) -> None:
+        """Note new writers of the stream; one that inherits the stream's difference stands for it from then on."""
+        if not records:
+            return
+        self._stream = records if inherited else [*self._stream, *records]
+
+    def _connect_site(
+        self, site: Site, sources: list[_Record], *, mixes: bool = False
+    ) -> _Record | None:
+        """Lead into a site and through it; return the last of its records that differs and leaves it."""
+        step = self._step.step
+        operand, shrink, projection = (
+            self._records.get((step, name, site.path))
+            for name in ("operand", "shrink", "projection")
+        )
+        number = self._step.keys.index(site.path) if site.path in self._step.keys else -1
+        recorded = number >= 0 and bool(self._step.operand.known[number].any())
+        entries = [operand] if operand else [] if recorded else [shrink, projection]
+        for entry in entries:
+            if entry is not None:
+                self._link(sources, entry, mixes=mixes)
+        if operand is not None:
+            for target in (shrink, projection):
+                if target is not None:
+                    self._link([operand], target, mixes=False)
+        if shrink is not None and projection is not None:
+            self._link([shrink], projection, mixes=False)
+        if projection is not None:
+            return projection
+        known = number >= 0 and bool(self._step.projection.known[number].any())
+        return None if known else shrink or operand
+
+    def _link(self, sources: Iterable[_Record], target: _Record, *, mixes: bool) -> None:
+        for source in sources:
+            if source.node[1] == "cached" or _reaches(source.rows, target.rows, mixes):
+                self._graph.add_edge(source.node, target.node)
+
+    def cached_after(self, records: dict[Node, _Record]) -> dict[int, _Record]:
+        """Return, and add to the graph, what the caches hold when the next step begins."""
+        following = self._step.step + 1
+        written: dict[int, list[_Record]] = {}
+        for node, record in records.items():
+            if node[1] in ("key", "value") and isinstance(node[2], int):
+                written.setdefault(node[2], []).append(record)
+            elif self._step.cache is None and node[1] == "projection":
+                site = site_of(str(node[2]))
+                if site.layer is not None and role_of(site) in _ATTENTION_INPUTS - {Role.QUERY}:
+                    written.setdefault(site.layer, []).append(record)
+        after: dict[int, _Record] = {}
+        for layer in {*written, *self._cached}:
+            node = (following, "cached", layer)
+            attributes = {
+                "name": f"layer-{layer} cache of earlier steps",
+                "step": following,
+                "layer": layer,
+                "record": "cached",
+                "coordinate_class": CoordinateClass.SURVIVING.label,
+                "magnitude": None,
+                "positions": (),
+            }
+            after[layer] = _Record(node, torch.ones(1, dtype=torch.bool), attributes)
+            self._graph.add_node(node, **attributes)
+            sources = [
+                *written.get(layer, ()),
+                *([self._cached[layer]] if layer in self._cached else []),
+            ]
+            self._graph.add_edges_from(
+                (source.node, node) for source in sources if source.node in self._graph
+            )
+        return after
+
+
+def _reaches(source: Tensor, target: Tensor, mixes: bool) -> bool:
+    """Some row of the source feeds some row of the target: the same row, or with attention an earlier one."""
+    if source.numel() != target.numel():
+        return True
+    if not mixes:
+        return bool((source & target).any())
+    first = int(source.to(torch.int8).argmax())
+    return bool(target[first:].any())
+
+
+def _short(site: Site) -> str:
+    return f"layer-{site.layer} {site.module}" if site.layer is not None else site.module
+
+
+def summarise(
+    evidence: Sequence[StepEvidence],
+    start: RowDifference | None,
+    foreign: ForeignRoot | None,
+    flip: Flip | None,
+    cache: tuple[CacheDifference, ...],
+) -> PropagationSummary | None:
+    """Say where a difference went.
+
+    Args:
+        evidence: every compared step.
+        start: the row to follow: the first propagating root, or the best there is instead.
+        foreign: the first difference that did not enter through a shrink; followed when there is no row to follow.
+        flip: the flip, if any.
+        cache: differing cache rows, in order.
+
+    Returns:
+        The summary, None without any difference.
+    """
+    nodes = count_records(evidence)
+    separable = bool(evidence) and all(
+        Kind.OPERAND_VALUES in step.differing_kinds or not step.operand.differs.any()
+        for step in evidence
+    )
+    if nodes == 0:
+        return None
+    if (
+        start is not None
+        and start.row_class is CoordinateClass.LATENT
+        and foreign is None
+        and flip is None
+    ):
+        sentence = "Every difference is latent: rounding removed it before it left its shrink."
+        return PropagationSummary((sentence,), nodes, None, (), separable)
+    source = _source(start, foreign)
+    path = _path(evidence, source, flip) if source is not None and flip is not None else None
+    sentences = [_entry_sentence(start, foreign)]
+    if start is not None:
+        sentences.append(_chain_sentence(start, flip, cache, path))
+    elif path:
+        sentences.append(" -> ".join(_names(path)) + ".")
+    last = evidence[-1].step
+    sentences.extend(_persistence(start.step if start else 0, cache, last))
+    if flip is not None and path is None and source is not None:
+        sentences.append(
+            "No chain of recorded differences leads from there to the flip: what connects them was not recorded, or "
+            "the flip has another cause."
+        )
+    if not separable:
+        sentences.append(
+            "Operands were kept as digests only, so that what a later shrink adds cannot be told from what it inherits."
+        )
+    reaches = None if flip is None or source is None else path is not None
+    return PropagationSummary(tuple(sentences[:5]), nodes, reaches, _names(path or ()), separable)
+
+
+def _source(start: RowDifference | None, foreign: ForeignRoot | None) -> Node | None:
+    if start is not None:
+        return (start.step, "shrink", start.site.path)
+    if foreign is None:
+        return None
+    for record in ("operand", "projection"):
+        if foreign.kind == record:
+            return (foreign.step, record, foreign.key)
+    return (foreign.step, "logits", 0) if foreign.kind == "logits" else None
+
+
+def _path(
+    evidence: Sequence[StepEvidence], source: Node, flip: Flip
+) -> tuple[tuple[Node, str], ...] | None:
+    """Find a shortest path from a record to the flip; None without one.
+
+    The steps of source and flip with the cache between them nearly always hold one; all steps are searched only when
+    they do not.
+    """
+    import networkx as nx
+
+    target = (flip.step, "flip", 0)
+    for steps in ((source[0], flip.step), None):
+        graph = build_graph(evidence, flip, steps)
+        if source in graph and nx.has_path(graph, source, target):
+            nodes = nx.shortest_path(graph, source, target)
+            return tuple((node, graph.nodes[node]["name"]) for node in nodes)
+    return None
+
+
+def _names(path: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
+    """Return a path's names; a cache carried through many steps is named once."""
+    names: list[str] = []
+    for node, name in path:
+        if node[1] == "cached" and names and names[-1] == name:
+            continue
+        names.append(name)
+    return tuple(names)
+
+
+def _entry_sentence(start: RowDifference | None, foreign: ForeignRoot | None) -> str:
+    if start is None:
+        return foreign.explanation if foreign else "The records differ, but no shrink does."
+    where = f"{_short(start.site)} at token position {start.position}"
+    phase = "the prefill" if start.step == 0 else f"step {start.step}"
+    if start.row_class is CoordinateClass.LATENT:
+        return f"The first difference is latent, in {where} in {phase}: rounding removed it."
+    elements = f"{start.surviving} coordinate{'s' if start.surviving != 1 else ''}"
+    fate = {
+        "propagating": "and changes the projection's output",
+        "absorbed": "and is absorbed by the 16-bit addition that follows",
+        "not observed": "; the projection's output was not recorded",
+    }[start.fate.value]
+    return f"In {phase}, {elements} of {where} survive{'s' if start.surviving == 1 else ''} rounding {fate}."
+
+
+def _chain_sentence(
+    start: RowDifference,
+    flip: Flip | None,
+    cache: tuple[CacheDifference, ...],
+    path: tuple[tuple[Node, str], ...] | None,
+) -> str:
+    """Write the chain in the manner of the paper: root, the first layers whose cache differs, the logits."""
+    links = [f"{_short(start.site)} at token position {start.position}"]
+    if start.step:
+        links[0] += f" in step {start.step}"
+    reached = [one for one in cache if one.step == start.step]
+    links.extend(
+        f"layer-{one.layer} key/value: {one.keys} key and {one.values} value elements {_at(one.positions)}"
+        for one in reached[:_LAYERS_NAMED]
+    )
+    if len(reached) > _LAYERS_NAMED:
+        links.append(f"{len(reached) - _LAYERS_NAMED} more layers up to layer {reached[-1].layer}")
+    if not reached:
+        links.append("no key or value that was recorded in this step")
+    if flip is not None:
+        links.append(
+            f"logits of step {flip.step}" if path else f"(not connected) logits of step {flip.step}"
+        )
+    return " -> ".join(links) + "."
+
+
+def _at(positions: tuple[int, ...]) -> str:
+    if len(positions) == 1:
+        return f"at position {positions[0]}"
+    return f"at {len(positions)} positions from {positions[0]} to {positions[-1]}"
+
+
+def _persistence(first: int, cache: tuple[CacheDifference, ...], last: int) -> list[str]:
+    earliest = next((one for one in cache if one.step >= first), None)
+    if earliest is None or earliest.step >= last:
+        return []
+    steps = last - earliest.step
+    more = sum(1 for one in cache if one.step > earliest.step)
+    sentence = f"The cached differences of layer {earliest.layer} stayed for {steps} step{'s' if steps > 1 else ''}"
+    return [
+        f"{sentence}; {more} further layer caches differ in the rows written meanwhile."
+        if more
+        else f"{sentence}."
+    ]

@@ -1,0 +1,148 @@
+"""Compares what each step chose and why: logits, margins, ties, and the flip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fliptrace.analysis.align import Frames, same_bytes
+from fliptrace.analysis.evidence import StepEvidence
+from fliptrace.trace import Frame, Kind, StepRecord, Trace
+from fliptrace.verdicts import Flip, StepComparison, TokenLogit
+
+_LOGITS_KINDS = (Kind.LOGITS_DIGEST, Kind.LOGITS_FULL, Kind.LOGITS_TOP, Kind.LOGITS_TOP_IDS)
+_DEFAULT_TIE_RULE = "lowest token id"
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The logits that one execution's step recorded.
+
+    Attributes:
+        values: token id -> logit as float; the whole vocabulary where that was kept.
+    """
+
+    values: Mapping[int, float]
+
+    @classmethod
+    def read(cls, step: StepRecord, frames: Frames) -> StepLogits:
+        """Take what is there: full logits, else the top list, else the two of the step's record."""
+        full = frames.get(Kind.LOGITS_FULL)
+        if full is not None and full.layout.entries:
+            return cls(dict(enumerate(_values(full))))
+        top, ids = frames.get(Kind.LOGITS_TOP), frames.get(Kind.LOGITS_TOP_IDS)
+        if top is not None and ids is not None and top.layout.entries and ids.layout.entries:
+            return cls(dict(zip(ids.tensor(0).reshape(-1).tolist(), _values(top), strict=False)))
+        return cls(dict(zip(step.top_ids, step.top_values, strict=True)))
+
+
+def _values(frame: Frame) -> list[float]:
+    tensor: Tensor = frame.tensor(0)
+    return tensor.reshape(-1).to(torch.float64).tolist()
+
+
+def logits_differ(
+    before: StepRecord, after: StepRecord, reference: Frames, candidate: Frames
+) -> bool | None:
+    """Say whether the last row's logits differ in any recorded bit; None where the recorded part is equal."""
+    known: bool | None = None
+    for kind in _LOGITS_KINDS:
+        one, other = reference.get(kind), candidate.get(kind)
+        if one is None or other is None:
+            continue
+        if one.layout != other.layout or not same_bytes(one, other):
+            return True
+        if kind in (Kind.LOGITS_DIGEST, Kind.LOGITS_FULL):
+            known = False
+    if before.top_values != after.top_values or before.top_ids != after.top_ids:
+        return True
+    return known
+
+
+def compare_step(
+    evidence: StepEvidence,
+    before: StepRecord,
+    after: StepRecord,
+    logits: tuple[StepLogits, StepLogits] | None,
+) -> StepComparison:
+    """Set one step of both executions side by side.
+
+    Args:
+        evidence: what the records show.
+        before: the reference's step.
+        after: the candidate's.
+        logits: both steps' logits; None where they are not to be compared (equal, or the flip step).
+    """
+    elements = evidence.observed.sum(1) * evidence.elements
+    cache = evidence.cache
+    rows_differ = cache is not None and bool((cache.counts > 0).any())
+    return StepComparison(
+        step=evidence.step,
+        reference_margin=before.margin,
+        candidate_margin=after.margin,
+        reference_tied=before.tied,
+        candidate_tied=after.tied,
+        logits_differ=evidence.logits_differ,
+        largest_logit_difference=_largest_difference(*logits)
+        if logits
+        else _no_difference(evidence),
+        shrink_latent=int(evidence.latent.sum()),
+        shrink_surviving=int(evidence.surviving.sum()),
+        shrink_elements=int(elements.sum()),
+        cache_differs=rows_differ or Kind.CACHE in evidence.differing_kinds,
+    )
+
+
+def _no_difference(evidence: StepEvidence) -> float | None:
+    return 0.0 if evidence.logits_differ is False else None
+
+
+def _largest_difference(reference: StepLogits, candidate: StepLogits) -> float | None:
+    common = reference.values.keys() & candidate.values.keys()
+    return max(
+        (abs(reference.values[token] - candidate.values[token]) for token in common), default=None
+    )
+
+
+def describe_flip(
+    traces: tuple[Trace, Trace], step: int, logits: tuple[StepLogits, StepLogits]
+) -> Flip:
+    """Describe the first step at which two executions chose different tokens.
+
+    Args:
+        traces: reference and candidate.
+        step: the step.
+        logits: both executions' logits there.
+    """
+    records = [trace.steps[step] for trace in traces]
+    tokens = [
+        TokenLogit(
+            token_id=record.chosen,
+            text=trace.closing.piece_texts[step] if step < len(trace.closing.piece_texts) else "",
+            reference_logit=logits[0].values.get(record.chosen),
+            candidate_logit=logits[1].values.get(record.chosen),
+        )
+        for trace, record in zip(traces, records, strict=True)
+    ]
+    tie_broken = [
+        name
+        for name, record, found in zip(("reference", "candidate"), records, logits, strict=True)
+        if record.tied > 1
+        and found.values.get(record.chosen, record.top_values[0]) == record.top_values[0]
+    ]
+    rules = [trace.manifest.get("decoding.tie_rule") for trace in traces]
+    return Flip(
+        step=step,
+        reference_token=tokens[0],
+        candidate_token=tokens[1],
+        reference_margin=records[0].margin,
+        candidate_margin=records[1].margin,
+        reference_tied=records[0].tied,
+        candidate_tied=records[1].tied,
+        decided_by_tie_break=tuple(tie_broken),
+        tie_rule=str(rules[0] or rules[1] or _DEFAULT_TIE_RULE),
+        tokens_after=(len(traces[0].steps) - step, len(traces[1].steps) - step),
+    )

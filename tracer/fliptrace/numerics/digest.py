@@ -185,8 +185,21 @@ def digest_tensor(values: Tensor) -> Tensor:
     rows = values.reshape(1) if values.dim() == 0 else values
     digest = combine_digests(digest_rows(rows))
     for size in values.shape:
-        digest = mix_words((digest ^ size) + _ROW)
+        digest = shape_mixed(digest, size)
     return digest
+
+
+def shape_mixed(digest: Tensor, size: Tensor | int) -> Tensor:
+    """Mix one dimension's size into a digest; ``digest_tensor`` does so for each dimension in turn.
+
+    Args:
+        digest: int64 [..., 2].
+        size: an int, or int64 broadcastable to the digest.
+
+    Returns:
+        int64, the digest's shape.
+    """
+    return mix_words((digest ^ size) + _ROW)
 
 
 def digest_hex(digest: Tensor | Sequence[int]) -> str:

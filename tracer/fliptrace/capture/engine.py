@@ -1,0 +1,143 @@
+"""What an engine must do so that executions on it can be recorded, compared and, later, edited.
+
+An engine runs one prompt at a time, one forward at a time. It owns a model with a LoRA adapter, a cache and a reduction;
+it knows nothing of files, verdicts or sampling. Whoever implements these methods as their docstrings say gets the
+recorder, ``trace-pair`` and the comparison for nothing. fliptrace.capture.transformers_engine is one implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fliptrace.sites import Site
+
+#: Called with (site index, operand rows [T, K], shrink [T, R] FP32) before the shrink is handed to expand; returns what
+#: to hand over instead: the same tensor to leave it alone, or another of the same shape and dtype.
+ShrinkInterceptor = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """One layer's cache in canonical form.
+
+    Attributes:
+        layer: 0-based layer number.
+        values: keys, then values: [2, T, kv_heads, head_dim] in the cache's dtype, on its device, not aliased.
+        first_position: absolute position of the first row; larger than 0 once a sliding window has moved on.
+        window: how many positions attention sees (the row's own included), None for full attention.
+        shares_with: the layer whose cache this layer reads, None when it has its own.
+    """
+
+    layer: int
+    values: Tensor
+    first_position: int
+    window: int | None
+    shares_with: int | None = None
+
+
+class Observer(Protocol):
+    """What an engine tells while it runs. Tensors are only lent: an observer copies what it wants to keep."""
+
+    def begin_step(self, step: int, first_position: int, token_ids: Sequence[int]) -> None:
+        """A forward is about to run over ``token_ids``, whose first row has absolute position ``first_position``."""
+
+    def shrink(self, site: int, operand: Tensor, output: Tensor, launch: str) -> None:
+        """A shrink ran: operand rows [T, K], output [T, R] FP32 exactly as handed to expand, and its launch."""
+
+    def projection(self, site: int, output: Tensor) -> None:
+        """The LoRA layer at a site returned [T, N]: base projection plus expanded shrink, in the model's dtype."""
+
+    def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """A layer is about to cache new rows: keys and values, each [kv_heads, T, head_dim]."""
+
+    def operation(self, key: str, is_module: bool, inputs: Tensor, outputs: Tensor) -> None:
+        """A module or functional operation ran; row digests int64 [rows, 2] of what each row depends on, and gave."""
+
+    def end_step(self, logits: Tensor) -> None:
+        """The forward is over; logits [vocabulary] of the last row, in the head's dtype."""
+
+
+class Engine(Protocol):
+    """A model that can be stepped, observed and intercepted."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The shrinks' sites in execution order; a site's index here is its number everywhere."""
+        ...
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that own a cache, in execution order."""
+        ...
+
+    @property
+    def step_number(self) -> int:
+        """The number of the next step: 0 after start."""
+        ...
+
+    def describe(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the manifest's sections that the engine knows, as read in the process that runs."""
+        ...
+
+    def not_observed(self) -> tuple[str, ...]:
+        """Return sentences, each one thing that this engine cannot see in this model."""
+        ...
+
+    def set_reduction(self, reduction: str, seed: int | None = None) -> None:
+        """Choose how shrinks sum from now on.
+
+        Args:
+            reduction: an identity such as ``atomic:8``, short or long.
+            seed: arrival schedule of simulated atomics; required for ``atomic`` where the hardware has no atomics of
+                its own, refused (must be None) where it has.
+        """
+        ...
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        """Forget the cache and queue a prompt, to be run by the next step.
+
+        Raises:
+            InputError: empty, an id outside the vocabulary, or longer than the context.
+        """
+        ...
+
+    def step(self, token_id: int | None = None) -> Tensor:
+        """Run one forward: the prompt first (token_id None), then one token each time.
+
+        Returns:
+            Logits [vocabulary] of the last row, on the engine's device, in the head's dtype.
+
+        Raises:
+            InputError: the context is full.
+        """
+        ...
+
+    def observed(self, observer: Observer, *, modules: bool = False) -> AbstractContextManager[None]:
+        """Report to an observer while inside; without one an engine has no hooks at all.
+
+        Args:
+            observer: who is told.
+            modules: also report every module and functional operation.
+        """
+        ...
+
+    def intercepted(self, interceptor: ShrinkInterceptor) -> AbstractContextManager[None]:
+        """Pass every shrink through an interceptor while inside; the observer sees what the interceptor returned."""
+        ...
+
+    def read_cache(self) -> tuple[CacheLayer, ...]:
+        """Return copies of every layer's cache in canonical form."""
+        ...
+
+    def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
+        """Replace the whole cache and say which step comes next.
+
+        Raises:
+            InputError: a layer is missing, or its shape, dtype or positions do not fit.
+        """
+        ...

@@ -1,0 +1,411 @@
+"""Two ways to keep what one step reports: tensor by tensor for many rows, through an Arena for one row.
+
+Both copy at capture time and give the same frames; RowsCapture is the plain way, and the specification of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fliptrace.capture.arena import Arena, Slot
+from fliptrace.capture.cache_digest import cache_row_digests
+from fliptrace.numerics.digest import digest_rows, digest_tensor, mix_words, position_terms, shape_mixed
+from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
+
+TOP_LOGITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureKeys:
+    """Names of the records, in execution order."""
+
+    sites: tuple[str, ...]
+    cache_layers: tuple[int, ...]
+
+
+@dataclass
+class CapturedStep:
+    """One step's records, on their way to the host.
+
+    Attributes:
+        cache_row_digests: int64 [cache layers, 2, T, 2], on the engine's device.
+        frames: builds the frames; called once in the store's thread, waits for copies.
+    """
+
+    cache_row_digests: Tensor
+    frames: Callable[[int, Sequence[str]], list[Frame]] = field(repr=False)
+
+
+class StepCapture(Protocol):
+    """Keeps the reports of one step."""
+
+    def shrink(self, site: int, operand: Tensor, output: Tensor) -> None:
+        """Keep output [T, R] and the digests (or values) of operand [1, T, K]."""
+
+    def projection(self, site: int, output: Tensor) -> None:
+        """Keep the digests of output [1, T, N]."""
+
+    def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep keys and values, each [kv_heads, T, head_dim]."""
+
+    def finish(self, logits: Tensor) -> CapturedStep:
+        """End the step; logits [vocabulary]."""
+        ...
+
+
+class RowsCapture:
+    """Keeps a step of any number of rows, digesting each tensor as it comes."""
+
+    def __init__(self, keys: CaptureKeys, *, operands: bool) -> None:
+        """Expect one report per site and cache layer."""
+        self.keys = keys
+        self.keep_operands = operands
+        count = len(keys.sites)
+        self._shrinks: list[Tensor] = [torch.empty(0)] * count
+        self._operand_digests: list[Tensor] = [torch.empty(0)] * count
+        self._operand_values: list[Tensor] = [torch.empty(0)] * count
+        self._projections: list[Tensor] = [torch.empty(0)] * count
+        self._caches: dict[int, Tensor] = {}
+        self._last: tuple[Tensor, int, Tensor, Tensor] | None = None
+        self.slots = ArenaSlots()
+
+    def shrink(self, site: int, operand: Tensor, output: Tensor) -> None:
+        """See StepCapture."""
+        self._shrinks[site] = output.detach().clone()
+        self.slots.shrinks[site] = Slot((1, output.shape[-1]), output.dtype)
+        self.slots.operands[site] = Slot((1, 1, operand.shape[-1]), operand.dtype)
+        if self._last is not None and self._last[0] is operand and self._last[1] == operand._version:
+            digests, values = self._last[2:]  # q, k and v read one tensor
+        else:
+            rows = operand.reshape(-1, operand.shape[-1])
+            digests = digest_rows(rows)
+            values = rows.detach().clone() if self.keep_operands else digests
+            self._last = (operand, operand._version, digests, values)
+        self._operand_digests[site] = digests
+        self._operand_values[site] = values
+
+    def projection(self, site: int, output: Tensor) -> None:
+        """See StepCapture."""
+        self.slots.projections[site] = Slot((1, 1, output.shape[-1]), output.dtype)
+        self._projections[site] = digest_rows(output.reshape(-1, output.shape[-1]))
+
+    def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """See StepCapture."""
+        self.slots.caches[layer] = Slot((keys.shape[0], 1, keys.shape[2]), keys.dtype)
+        self._caches[layer] = torch.stack((keys, values)).transpose(1, 2).contiguous()
+
+    def finish(self, logits: Tensor) -> CapturedStep:
+        """See StepCapture. Copies to the host at once: a prefill is one step among many."""
+        self._last = None
+        self.slots.logits = Slot(tuple(logits.shape), logits.dtype)
+        caches = [self._caches[layer] for layer in self.keys.cache_layers]
+        rows = [cache_row_digests(values) for values in caches]
+        shrink_digests = [digest_tensor(z) for z in self._shrinks]
+        cache_digests = [digest_tensor(values) for values in caches]
+        host = _to_host(
+            {
+                Kind.SHRINK: self._shrinks,
+                Kind.OPERAND: self._operand_digests,
+                Kind.PROJECTION: self._projections,
+                Kind.CACHE: caches,
+            }
+            | ({Kind.OPERAND_VALUES: self._operand_values} if self.keep_operands else {})
+        )
+        digests = {
+            Kind.SHRINK: torch.stack(shrink_digests).cpu(),
+            Kind.CACHE: torch.stack(cache_digests).cpu() if cache_digests else None,
+        }
+        top_values, top_ids = top_logits(logits)
+        logits_digest = digest_rows(logits.unsqueeze(0)).cpu()
+        values, ids = top_values.cpu(), top_ids.cpu()
+        keys = self.keys
+
+        def frames(step: int, launches: Sequence[str]) -> list[Frame]:
+            names = {Kind.CACHE: [f"cache.{layer}" for layer in keys.cache_layers]}
+            built = []
+            for kind, tensors in host.items():
+                entries = [
+                    LayoutEntry(key, dtype_name(t.dtype), tuple(t.shape), launch)
+                    for key, t, launch in zip(
+                        names.get(kind, keys.sites),
+                        tensors,
+                        launches if kind is Kind.SHRINK else [""] * len(tensors),
+                        strict=True,
+                    )
+                ]
+                payload = b"".join(tensor_bytes(tensor) for tensor in tensors)
+                built.append(Frame(step, kind, Layout(tuple(entries)), payload, digests.get(kind)))
+            return [*built, *logits_frames(step, values, ids, logits_digest)]
+
+        return CapturedStep(torch.stack(rows) if rows else torch.empty((0, 2, 0, 2), dtype=torch.int64), frames)
+
+
+@dataclass
+class ArenaSlots:
+    """What a decode step will report, learned from the prefill."""
+
+    shrinks: dict[int, Slot] = field(default_factory=dict)
+    operands: dict[int, Slot] = field(default_factory=dict)
+    projections: dict[int, Slot] = field(default_factory=dict)
+    caches: dict[int, Slot] = field(default_factory=dict)
+    logits: Slot | None = None
+
+
+class ArenaCapture:
+    """Keeps decode steps, one after another, in buffers of fixed size.
+
+    The device buffer is reused every step: its copies to the host are ordered before the next step's writes on the same
+    stream. Host buffers are ``buffers`` in number and used in turn, so that a step's bytes stay while the store's thread
+    has up to ``buffers - 2`` steps to write.
+    """
+
+    def __init__(
+        self, keys: CaptureKeys, slots: ArenaSlots, device: torch.device, *, operands: bool, buffers: int
+    ) -> None:
+        """Allocate for these slots."""
+        self.keys = keys
+        self.keep_operands = operands
+        self.device = device
+        sites = range(len(keys.sites))
+        shrinks = [slots.shrinks[site] for site in sites]
+        caches = [slots.caches[layer] for layer in keys.cache_layers for _ in range(2)]
+        operand_slots = [slots.operands[site] for site in sites]
+        projections = [slots.projections[site] for site in sites]
+        if slots.logits is None:
+            raise ValueError("the prefill must have finished before its slots are used")
+        groups = [shrinks, caches, operand_slots, projections, [slots.logits]]
+        self.arena = Arena([slot for group in groups for slot in group], device)
+        starts = [0]
+        for group in groups:
+            starts.append(starts[-1] + len(group))
+        self._first = dict(zip(("shrink", "cache", "operand", "projection", "logits", "end"), starts, strict=True))
+        self._cache_place = {layer: starts[1] + 2 * number for number, layer in enumerate(keys.cache_layers)}
+        exported = starts[3] if operands else starts[2]
+        self._exported_bytes = self.arena.starts_bytes[exported] if exported < starts[-1] else 0
+        self._layouts = self._make_layouts(shrinks, caches, operand_slots)
+        self._shrink_layouts: dict[tuple[str, ...], Layout] = {}
+        self._sources = list(sites)
+        self._source_tensors: dict[tuple[int, ...], Tensor] = {}
+        self._last: tuple[Tensor, int, int] | None = None
+        vocabulary = slots.logits.shape[0]
+        top = min(TOP_LOGITS, vocabulary)
+        pinned = device.type == "cuda"
+        self._host = [
+            _HostBuffers(
+                torch.empty(self._exported_bytes, dtype=torch.uint8, pin_memory=pinned),
+                torch.empty((starts[-1], 2), dtype=torch.int64, pin_memory=pinned),
+                torch.empty(top, dtype=slots.logits.dtype, pin_memory=pinned),
+                torch.empty(top, dtype=torch.int64, pin_memory=pinned),
+            )
+            for _ in range(buffers)
+        ]
+        self._turn = 0
+        self._shapes = [slot.shape for slot in shrinks]
+
+    def shrink(self, site: int, operand: Tensor, output: Tensor) -> None:
+        """See StepCapture."""
+        slots = self.arena.slots
+        slots[site].copy_(output)
+        last = self._last
+        if last is not None and last[0] is operand and last[1] == operand._version:
+            self._sources[site] = last[2]  # q, k and v read one tensor: its digest serves all three
+            if not self.keep_operands:
+                return
+        else:
+            self._sources[site] = site
+            self._last = (operand, operand._version, site)
+        slots[self._first["operand"] + site].copy_(operand)
+
+    def projection(self, site: int, output: Tensor) -> None:
+        """See StepCapture."""
+        self.arena.slots[self._first["projection"] + site].copy_(output)
+
+    def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """See StepCapture."""
+        place = self._cache_place[layer]
+        self.arena.slots[place].copy_(keys)
+        self.arena.slots[place + 1].copy_(values)
+
+    def finish(self, logits: Tensor) -> CapturedStep:
+        """See StepCapture. Nothing here waits for the device."""
+        self._last = None
+        first = self._first
+        self.arena.slots[first["logits"]].copy_(logits)
+        digests = self.arena.digests()
+        cache_rows = digests[first["cache"] : first["operand"]].view(-1, 2, 1, 2)
+        values, ids = top_logits(logits)
+        host = self._host[self._turn % len(self._host)]
+        self._turn += 1
+        host.records.copy_(self.arena.buffer.view(torch.uint8)[: self._exported_bytes], non_blocking=True)
+        host.digests.copy_(digests, non_blocking=True)
+        host.top_values.copy_(values, non_blocking=True)
+        host.top_ids.copy_(ids, non_blocking=True)
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        sources = tuple(self._sources)
+
+        def frames(step: int, launches: Sequence[str]) -> list[Frame]:
+            if event is not None:
+                event.synchronize()
+            return self._frames(step, tuple(launches), host, sources)
+
+        return CapturedStep(cache_rows, frames)
+
+    def _frames(
+        self, step: int, launches: tuple[str, ...], host: _HostBuffers, sources: tuple[int, ...]
+    ) -> list[Frame]:
+        first = self._first
+        digests = host.digests
+        rows = digests[: first["cache"]]
+        index = self._source_tensors.get(sources)
+        if index is None:
+            index = torch.tensor(sources, dtype=torch.int64) + first["operand"]
+            self._source_tensors = {sources: index}
+        layout = self._shrink_layouts.get(launches)
+        if layout is None:
+            entries = self._layouts[Kind.SHRINK].entries
+            layout = Layout(
+                tuple(
+                    LayoutEntry(entry.key, entry.dtype, entry.shape, launch)
+                    for entry, launch in zip(entries, launches, strict=True)
+                )
+            )
+            self._shrink_layouts[launches] = layout
+        built = [
+            Frame(step, Kind.SHRINK, layout, self._payload(host, "shrink", "cache"), self._record_digests(rows)),
+            Frame(step, Kind.OPERAND, self._layouts[Kind.OPERAND], tensor_bytes(digests.index_select(0, index))),
+            Frame(
+                step,
+                Kind.PROJECTION,
+                self._layouts[Kind.PROJECTION],
+                tensor_bytes(digests[first["projection"] : first["logits"]]),
+            ),
+        ]
+        if self._cache_place:
+            built.append(
+                Frame(
+                    step,
+                    Kind.CACHE,
+                    self._layouts[Kind.CACHE],
+                    self._payload(host, "cache", "operand"),
+                    self._cache_record_digests(digests[first["cache"] : first["operand"]]),
+                )
+            )
+        if self.keep_operands:
+            built.append(
+                Frame(
+                    step,
+                    Kind.OPERAND_VALUES,
+                    self._layouts[Kind.OPERAND_VALUES],
+                    self._payload(host, "operand", "projection"),
+                )
+            )
+        logits_digest = digests[first["logits"] : first["end"]]
+        return [*built, *logits_frames(step, host.top_values, host.top_ids, logits_digest)]
+
+    def _payload(self, host: _HostBuffers, begin: str, end: str) -> bytes:
+        """Join the rows of a group of slots, without the padding between them."""
+        arena, start, stop = self.arena, self._first[begin], self._first[end]
+        data = host.records.numpy()
+        if arena.contiguous(start, stop - start):
+            return bytes(data[arena.starts_bytes[start] : arena.starts_bytes[stop]])
+        return b"".join(
+            data[arena.starts_bytes[slot] : arena.starts_bytes[slot] + arena.sizes_bytes[slot]].tobytes()
+            for slot in range(start, stop)
+        )
+
+    def _record_digests(self, rows: Tensor) -> Tensor:
+        """Turn row digests into digest_tensor of each record [1, R], all at once."""
+        zeros = torch.zeros(rows.shape[0], dtype=torch.int64)
+        sizes = torch.tensor([[shape] for _, shape in self._shapes], dtype=torch.int64)
+        digest = mix_words(position_terms(rows, zeros))
+        return shape_mixed(shape_mixed(digest, 1), sizes)
+
+    def _cache_record_digests(self, rows: Tensor) -> Tensor:
+        """Turn K and V row digests into digest_tensor of each record [2, 1, kv_heads, head_dim]."""
+        halves = torch.tensor([0, 1], dtype=torch.int64).repeat(rows.shape[0] // 2)
+        digest = mix_words(position_terms(rows, halves).view(-1, 2, 2).sum(1))
+        shapes = [entry.shape for entry in self._layouts[Kind.CACHE].entries]
+        for dimension in range(4):
+            digest = shape_mixed(digest, torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64))
+        return digest
+
+    def _make_layouts(
+        self, shrinks: list[Slot], caches: list[Slot], operands: list[Slot]
+    ) -> dict[Kind, Layout]:
+        keys = self.keys
+        digest_layout = Layout(tuple(LayoutEntry(key, "int64", (1, 2)) for key in keys.sites))
+        return {
+            Kind.SHRINK: Layout(
+                tuple(
+                    LayoutEntry(key, dtype_name(slot.dtype), slot.shape)
+                    for key, slot in zip(keys.sites, shrinks, strict=True)
+                )
+            ),
+            Kind.OPERAND: digest_layout,
+            Kind.PROJECTION: digest_layout,
+            Kind.CACHE: Layout(
+                tuple(
+                    LayoutEntry(f"cache.{layer}", dtype_name(slot.dtype), (2, 1, slot.shape[0], slot.shape[2]))
+                    for layer, slot in zip(keys.cache_layers, caches[::2], strict=True)
+                )
+            ),
+            Kind.OPERAND_VALUES: Layout(
+                tuple(
+                    LayoutEntry(key, dtype_name(slot.dtype), (1, slot.shape[2]))
+                    for key, slot in zip(keys.sites, operands, strict=True)
+                )
+            ),
+        }
+
+
+@dataclass(frozen=True)
+class _HostBuffers:
+    """Where one decode step's bytes arrive."""
+
+    records: Tensor
+    digests: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+
+
+def top_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the TOP_LOGITS largest logits with their token ids, on the device, in no promised order among equals."""
+    values, ids = logits.topk(min(TOP_LOGITS, logits.shape[0]))
+    return values, ids
+
+
+def logits_frames(step: int, values: Tensor, ids: Tensor, digest: Tensor) -> list[Frame]:
+    """Build the three frames of a logits row, largest first and the lowest id first among equals."""
+    numbers, names = values.float().tolist(), ids.tolist()
+    order = sorted(range(len(names)), key=lambda place: (-numbers[place], names[place]))
+    index = torch.tensor(order, dtype=torch.int64)
+    values, ids = values[index], ids[index]
+    return [
+        single_frame(step, Kind.LOGITS_TOP, values),
+        single_frame(step, Kind.LOGITS_TOP_IDS, ids),
+        single_frame(step, Kind.LOGITS_DIGEST, digest),
+    ]
+
+
+def single_frame(step: int, kind: Kind, tensor: Tensor) -> Frame:
+    """Build a frame of one record under the key ``logits``."""
+    layout = Layout((LayoutEntry("logits", dtype_name(tensor.dtype), tuple(tensor.shape)),))
+    return Frame(step, kind, layout, tensor_bytes(tensor))
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return a host tensor's bytes in row-major order."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def _to_host(groups: dict[Kind, list[Tensor]]) -> dict[Kind, list[Tensor]]:
+    return {kind: [tensor.cpu() for tensor in tensors] for kind, tensors in groups.items()}

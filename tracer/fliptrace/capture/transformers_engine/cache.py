@@ -1,0 +1,105 @@
+"""transformers' dynamic caches, seen in canonical form: per layer [keys | values, token, kv_head, head_dim].
+
+Full and sliding-window layers are covered. A sliding layer keeps the last ``window - 1`` rows, so its canonical form
+starts at a later position. Caches of other kinds (recurrent state, indexed attention, quantised) are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from fliptrace.capture.engine import CacheLayer, Observer
+from fliptrace.errors import InputError, UnsupportedModelError
+
+
+class ObservableCache(DynamicCache):
+    """A dynamic cache that shows new rows to an observer before it stores them."""
+
+    observer: Observer | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store rows [1, kv_heads, T, head_dim]; see transformers.Cache.update."""
+        if self.observer is not None:
+            self.observer.cache_rows(layer_idx, key_states[0], value_states[0])
+        result: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return result
+
+
+def new_cache(model: nn.Module) -> ObservableCache:
+    """Make an empty cache for a model.
+
+    Raises:
+        UnsupportedModelError: some layer keeps something other than keys and values.
+    """
+    cache = ObservableCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedModelError(
+                f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}; full and sliding-window "
+                "key/value caches can be traced, other state (recurrent, indexed) cannot yet"
+            )
+    return cache
+
+
+def read_cache(cache: ObservableCache, length: int) -> tuple[CacheLayer, ...]:
+    """Copy a cache into canonical form.
+
+    Args:
+        cache: after ``length`` tokens.
+        length: how many tokens it has seen.
+    """
+    layers = []
+    for number, layer in enumerate(cache.layers):
+        if not layer.is_initialized:
+            continue
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        values = torch.stack((layer.keys[0], layer.values[0])).transpose(1, 2).contiguous()
+        layers.append(CacheLayer(number, values, length - values.shape[1], window))
+    return tuple(layers)
+
+
+def write_cache(model: nn.Module, layers: Sequence[CacheLayer]) -> tuple[ObservableCache, int]:
+    """Build a cache from canonical form.
+
+    Args:
+        model: whose cache it is.
+        layers: every layer that owns a cache.
+
+    Returns:
+        The cache, and how many tokens it has seen.
+
+    Raises:
+        InputError: layers that do not fit the model or each other.
+    """
+    cache = new_cache(model)
+    ends = {content.first_position + content.values.shape[1] for content in layers}
+    if len(ends) != 1:
+        raise InputError(f"cache layers must end at one position; got ends {sorted(ends)}")
+    length = ends.pop()
+    for content in layers:
+        if content.layer >= len(cache.layers) or content.values.dim() != 4 or content.values.shape[0] != 2:
+            raise InputError(
+                f"cache layer {content.layer}: [2, T, kv_heads, head_dim] for one of {len(cache.layers)} layers is "
+                f"required; got shape {tuple(content.values.shape)}"
+            )
+        layer = cache.layers[content.layer]
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        kept = length if window is None else min(length, window - 1)
+        if content.values.shape[1] != kept:
+            raise InputError(
+                f"cache layer {content.layer} after {length} tokens holds {kept} rows (window {window}); "
+                f"got {content.values.shape[1]}"
+            )
+        heads = content.values.transpose(1, 2).contiguous()  # [2, kv_heads, T, head_dim]
+        layer.lazy_initialization(heads[:1], heads[1:])
+        layer.keys, layer.values = heads[:1].clone(), heads[1:].clone()
+        if window is not None:
+            layer.cumulative_length = length
+    return cache, length

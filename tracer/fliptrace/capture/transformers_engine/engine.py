@@ -1,0 +1,319 @@
+"""The engine protocol on transformers and PEFT."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from fliptrace_kernels import ArrivalSchedule, parse_reduction
+from torch import Tensor, nn
+
+from fliptrace.capture.engine import CacheLayer, Observer, ShrinkInterceptor
+from fliptrace.capture.environment import describe_environment
+from fliptrace.capture.transformers_engine.cache import ObservableCache, new_cache, read_cache, write_cache
+from fliptrace.capture.transformers_engine.loading import LoadedModel, forward_accepts
+from fliptrace.capture.transformers_engine.operations import OperationObserver, QuietObserver
+from fliptrace.capture.transformers_engine.shrink_module import Shrink, ShrinkRuntime, ShrinkThenRound
+from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
+from fliptrace.sites import Site
+
+
+class TransformersEngine:
+    """Runs a LoRA model of transformers and PEFT; see fliptrace.capture.engine.Engine for what each method promises."""
+
+    def __init__(self, loaded: LoadedModel, *, reduction: str = "unsplit", seed: int | None = None) -> None:
+        """Put a Shrink in the place of every ``lora_A``.
+
+        Args:
+            loaded: from load_model. The engine takes it over: its LoRA layers are changed in place.
+            reduction: how shrinks sum; see set_reduction.
+            seed: arrival schedule of simulated atomics.
+
+        Raises:
+            UnsupportedModelError: LoRA layers whose shrink cannot be traced, or a cache of another kind.
+        """
+        self.loaded = loaded
+        self.model = loaded.model
+        self.runtime = ShrinkRuntime(reduction=parse_reduction("unsplit"))
+        self._not_observed: list[str] = []
+        self._layers, self._shrinks = self._install()
+        self.runtime.site_count = len(self._shrinks)
+        self._sites = tuple(Site.from_path(path) for path, _ in self._layers)
+        self._cache: ObservableCache | None = None
+        self._cache_argument = "cache" if forward_accepts(self.model, "cache") else "past_key_values"
+        self._keep_last = {"logits_to_keep": 1} if forward_accepts(self.model, "logits_to_keep") else {}
+        self._observer: Observer | None = None
+        self._operations: OperationObserver | None = None
+        self._pending: tuple[int, ...] = ()
+        self._position = 0
+        self._cache_layers: tuple[int, ...] = ()
+        self._settle_order()
+        self.set_reduction(reduction, seed)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Sites in the order in which the forward calls them."""
+        return self._sites
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """Layers that own a cache."""
+        return self._cache_layers
+
+    @property
+    def step_number(self) -> int:
+        """The number of the next step."""
+        return self.runtime.step
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.loaded.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which shrinks are rounded."""
+        return self.loaded.dtype
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return the manifest's sections model, adapter, tokenizer, reduction, engine and environment."""
+        reduction = self.runtime.reduction
+        schedule = self.runtime.schedule
+        return {
+            **self.loaded.description,
+            "reduction": {
+                "identity": str(reduction),
+                "description": reduction.describe(),
+                "repeatable_by_construction": reduction.is_repeatable,
+                "schedule": schedule.describe() if schedule else "hardware" if not reduction.is_repeatable else "none",
+                "seed": schedule.seed if schedule else None,
+            },
+            "engine": {
+                "name": "transformers",
+                "mode": "eager, batch 1, no padding",
+                "sites": len(self._sites),
+                "fusion": "every projection is a site of its own (q, k, v, gate and up are not fused)",
+                "cache_layers": list(self.cache_layers),
+            },
+            "environment": describe_environment(self.device),
+        }
+
+    def not_observed(self) -> tuple[str, ...]:
+        """Say which adapted parts have no shrink that could be recorded."""
+        return tuple(self._not_observed)
+
+    def set_reduction(self, reduction: str, seed: int | None = None) -> None:
+        """Choose the reduction and, on the CPU, the arrival schedule of ``atomic``."""
+        parsed = parse_reduction(reduction)
+        if parsed.is_repeatable or not self.simulates_atomics:
+            if seed is not None and not parsed.is_repeatable:
+                raise InputError(
+                    f"a schedule seed simulates arrival orders where there are no real ones; {parsed} on "
+                    f"{self.device} uses the hardware's atomics, so leave the seed out"
+                )
+            self.runtime.schedule = None
+        elif seed is None:
+            raise InputError(f"{parsed} on {self.device} is simulated and needs a schedule seed")
+        else:
+            self.runtime.schedule = ArrivalSchedule(seed)
+        self.runtime.reduction = parsed
+
+    @property
+    def simulates_atomics(self) -> bool:
+        """True where ``atomic`` takes its arrival orders from a seeded schedule."""
+        return self.device.type != "cuda"
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        """Forget the cache and queue a prompt."""
+        if not prompt_ids:
+            raise InputError("the prompt is empty: at least one token is needed")
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        odd = [token for token in prompt_ids if not 0 <= token < vocabulary]
+        if odd:
+            raise InputError(f"prompt ids must lie in 0 .. {vocabulary - 1}; got {odd[0]}")
+        limit = self.context_length
+        if limit is not None and len(prompt_ids) >= limit:
+            raise InputError(
+                f"the prompt has {len(prompt_ids)} tokens and the model's context {limit}; a prompt must leave room "
+                "for at least one generated token"
+            )
+        self._cache = new_cache(self.model)
+        self._cache.observer = self._observer
+        self._pending = tuple(prompt_ids)
+        self._position = 0
+        self.runtime.step = 0
+
+    @property
+    def context_length(self) -> int | None:
+        """How many positions the model has, None when it does not say."""
+        value = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return int(value) if value else None
+
+    @torch.no_grad()
+    def step(self, token_id: int | None = None) -> Tensor:
+        """Run one forward and return the last row's logits."""  # no_grad, not inference_mode: recorders read version counters
+        if self._cache is None:
+            raise RecordingError("start(prompt_ids) must come before step()")
+        ids = self._pending if self.runtime.step == 0 else (token_id,)
+        if None in ids or (self.runtime.step == 0 and token_id is not None):
+            raise InputError("the first step runs the prompt and takes no token; every later step takes one")
+        limit = self.context_length
+        if limit is not None and self._position + len(ids) > limit:
+            raise InputError(f"the context of {limit} positions is full at step {self.runtime.step}")
+        if self._observer is not None:
+            self._observer.begin_step(self.runtime.step, self._position, ids)  # type: ignore[arg-type]
+        inputs = torch.tensor([ids], dtype=torch.long, device=self.device)
+        with self._operations.recording(len(ids), self._position) if self._operations else contextlib.nullcontext():
+            output = self.model(
+                input_ids=inputs, use_cache=True, **{self._cache_argument: self._cache}, **self._keep_last
+            )
+        logits: Tensor = output.logits[0, -1]
+        if self._observer is not None:
+            self._observer.end_step(logits)
+        self._position += len(ids)
+        self.runtime.step += 1
+        return logits
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer, *, modules: bool = False) -> Iterator[None]:
+        """Report to an observer while inside."""
+        if self._observer is not None:
+            raise RecordingError("this engine is being observed already; one observer at a time")
+        handles: list[Any] = []
+        if modules:
+            self._operations = OperationObserver(self.model, observer)
+            observer = QuietObserver(observer, self._operations)
+        self._observer = observer
+        try:
+            for index, ((_, layer), shrink) in enumerate(zip(self._layers, self._shrinks, strict=True)):
+                handles.append(shrink.register_forward_hook(_shrink_hook(observer, index)))
+                handles.append(layer.register_forward_hook(_projection_hook(observer, index)))
+            if self._cache is not None:
+                self._cache.observer = observer
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            if self._operations is not None:
+                self._operations.close()
+            self._operations = None
+            self._observer = None
+            if self._cache is not None:
+                self._cache.observer = None
+
+    @contextlib.contextmanager
+    def intercepted(self, interceptor: ShrinkInterceptor) -> Iterator[None]:
+        """Pass every shrink through an interceptor while inside."""
+        before = self.runtime.interceptor
+        self.runtime.interceptor = interceptor
+        try:
+            yield
+        finally:
+            self.runtime.interceptor = before
+
+    def read_cache(self) -> tuple[CacheLayer, ...]:
+        """Return copies of every layer's cache."""
+        return () if self._cache is None else read_cache(self._cache, self._position)
+
+    def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
+        """Replace the whole cache."""
+        missing = set(self.cache_layers) - {content.layer for content in layers}
+        if missing:
+            raise InputError(f"every cache layer must be given; missing are {sorted(missing)}")
+        if step < 1:
+            raise InputError(f"a cache precedes a decode step, so step must be at least 1; got {step}")
+        self._cache, self._position = write_cache(self.model, layers)
+        self._cache.observer = self._observer
+        self.runtime.step = step
+
+    def _install(self) -> tuple[list[tuple[str, nn.Module]], list[Shrink]]:
+        """Replace every ``lora_A`` and list the LoRA layers in the order of their definition."""
+        layers: list[tuple[str, nn.Module]] = []
+        shrinks: list[Shrink] = []
+        for path, layer in list(self.model.named_modules()):
+            adapters = getattr(layer, "lora_A", None)
+            if not isinstance(adapters, nn.ModuleDict):
+                continue
+            if len(getattr(layer, "lora_embedding_A", ())):
+                self._not_observed.append(f"LoRA on the embedding {path}: it has no shrink, so nothing is recorded of it")
+                continue
+            if not isinstance(layer.base_layer, nn.Linear) or list(adapters) != list(layer.active_adapters):
+                raise UnsupportedModelError(
+                    f"{path} is a LoRA layer over {type(layer.base_layer).__name__} with adapters {list(adapters)}; "
+                    "one active adapter over torch.nn.Linear can be traced"
+                )
+            if getattr(layer, "lora_variant", None):
+                raise UnsupportedModelError(f"{path} computes a LoRA variant; only plain LoRA can be traced")
+            (name,) = adapters
+            module = ShrinkThenRound(adapters[name].weight, len(shrinks), self.runtime)
+            adapters[name] = module
+            layers.append((path, layer))
+            shrinks.append(module.shrink)
+        if not layers:
+            raise UnsupportedModelError("the adapter adds no LoRA layer over torch.nn.Linear: there is no shrink to trace")
+        return layers, shrinks
+
+    def _settle_order(self) -> None:
+        """Run one token to learn in which order the forward calls the sites and which layers own a cache."""
+        order = _OrderObserver()
+        with self.observed(order):
+            self.start((0,))
+            self.step()
+        self._cache, self.runtime.step = None, 0
+        fired = list(dict.fromkeys(order.sites))
+        if sorted(fired) != list(range(len(self._shrinks))) or len(order.sites) != len(fired):
+            odd = next(index for index in range(len(self._shrinks)) if order.sites.count(index) != 1)
+            raise UnsupportedModelError(
+                f"every LoRA layer must run exactly once in a forward; {self._sites[odd].path} ran "
+                f"{order.sites.count(odd)} times (a layer that is skipped or shared cannot be traced)"
+            )
+        self._layers = [self._layers[index] for index in fired]
+        self._shrinks = [self._shrinks[index] for index in fired]
+        for number, shrink in enumerate(self._shrinks):
+            shrink.index = number
+        self._sites = tuple(self._sites[index] for index in fired)
+        self._cache_layers = tuple(dict.fromkeys(order.cache_layers))
+
+
+class _OrderObserver:
+    """Notes the order of calls."""
+
+    def __init__(self) -> None:
+        self.sites: list[int] = []
+        self.cache_layers: list[int] = []
+
+    def begin_step(self, step: int, first_position: int, token_ids: Sequence[int]) -> None:
+        pass
+
+    def shrink(self, site: int, operand: Tensor, output: Tensor, launch: str) -> None:
+        self.sites.append(site)
+
+    def projection(self, site: int, output: Tensor) -> None:
+        pass
+
+    def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.cache_layers.append(layer)
+
+    def operation(self, key: str, is_module: bool, inputs: Tensor, outputs: Tensor) -> None:
+        pass
+
+    def end_step(self, logits: Tensor) -> None:
+        pass
+
+
+def _shrink_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: Shrink, arguments: tuple[Tensor], output: Tensor) -> None:
+        (x,) = arguments
+        observer.shrink(index, x, output, module.launch(x))
+
+    return hook  # type: ignore[return-value]
+
+
+def _projection_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        observer.projection(index, output)
+
+    return hook
+

@@ -1,5 +1,75 @@
-"""fliptrace: find the rounding that flipped a token."""
+"""fliptrace: find the rounding that flipped a token.
+
+>>> import fliptrace as ft
+>>> pair = ft.trace_pair("path/to/model", "path/to/adapter", "Tom has 3 apples and buys 5 more. How many?")
+>>> pair.divergence        # the first difference that survives the 16-bit rounding
+>>> pair.heatmap()         # a plotly figure
+>>> pair.save("report")    # report.html, report.json and both traces
+
+Importing this package needs torch alone; everything else is loaded on first use.
+"""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fliptrace.analysis import compare
+    from fliptrace.pair import (
+        Pair,
+        PairSettings,
+        Prompt,
+        diff_traces,
+        encode_prompt,
+        load_engine,
+        load_pair,
+        trace_pair,
+    )
+    from fliptrace.store import open_trace
+    from fliptrace.trace import Kind, Trace
+    from fliptrace.verdicts import PairDiff
+
+_HOMES = {
+    "Kind": "trace",
+    "Pair": "pair",
+    "PairDiff": "verdicts",
+    "PairSettings": "pair",
+    "Prompt": "pair",
+    "Trace": "trace",
+    "compare": "analysis",
+    "diff_traces": "pair",
+    "encode_prompt": "pair",
+    "load_engine": "pair",
+    "load_pair": "pair",
+    "open_trace": "store",
+    "trace_pair": "pair",
+}
+
+__all__ = [
+    "Kind",
+    "Pair",
+    "PairDiff",
+    "PairSettings",
+    "Prompt",
+    "Trace",
+    "compare",
+    "diff_traces",
+    "encode_prompt",
+    "load_engine",
+    "load_pair",
+    "open_trace",
+    "trace_pair",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module on first use."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

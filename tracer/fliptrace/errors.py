@@ -6,6 +6,7 @@
     │   └── TraceMismatchError             two traces that cannot be compared
     ├── SiteNotFoundError (LookupError)    no such site, step or record in a trace
     ├── RecordingError (RuntimeError)      an execution could not be recorded faithfully
+    │   └── ObserverEffectError            recording changed the execution; the experiment is void
     ├── StorageError (OSError)             a trace could not be written
     └── TraceReadError (ValueError)        a trace cannot be read
         ├── TraceVersionError              it was written under another schema version
@@ -40,6 +41,10 @@ class SiteNotFoundError(FliptraceError, LookupError):
 
 class RecordingError(FliptraceError, RuntimeError):
     """Raised when an execution could not be recorded faithfully: a hook that never fired, NaN logits, a changed cache."""
+
+
+class ObserverEffectError(RecordingError):
+    """Raised when a recorded and an unrecorded run disagree, so that nothing recorded can be trusted (exit code 3)."""
 
 
 class StorageError(FliptraceError, OSError):

@@ -11,6 +11,7 @@ This module knows nothing of files: a trace reads from any source with a few met
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -341,6 +342,24 @@ class Trace:
                 f"with {', '.join(recorded) or 'no records'}"
             )
         return frame.tensor(key)
+
+    def close(self) -> None:
+        """Close the source, when it is one that can be closed."""
+        close = getattr(self.source, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Trace:
+        """Close on leaving."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the source."""
+        self.close()
+
+    def _repr_html_(self) -> str:
+        """Show itself in a notebook."""
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __repr__(self) -> str:
         """Say in one line what it is."""

@@ -108,7 +108,10 @@ def generate(
     engine.start(prompt_ids)
     token_ids: list[int] = []
     token: int | None = None
+    limit = engine.context_length
     for step in range(max_new_tokens):
+        if limit is not None and len(prompt_ids) + step > limit:
+            return Execution(tuple(token_ids), "context full")
         logits = engine.step(token)
         choice = choose(logits, step)
         if on_choice is not None:

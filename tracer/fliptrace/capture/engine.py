@@ -80,6 +80,11 @@ class Engine(Protocol):
         """The number of the next step: 0 after start."""
         ...
 
+    @property
+    def context_length(self) -> int | None:
+        """How many positions the model has, None when it does not say."""
+        ...
+
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the manifest's sections that the engine knows, as read in the process that runs."""
         ...

@@ -6,7 +6,8 @@ starts at a later position. Caches of other kinds (recurrent state, indexed atte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from fliptrace.capture.engine import CacheLayer, Observer
 from fliptrace.errors import InputError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRow:
+    """What one position of a layer's cache is made of: (kv_heads, head_dim), dtype and device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class ObservableCache(DynamicCache):
@@ -65,12 +75,15 @@ def read_cache(cache: ObservableCache, length: int) -> tuple[CacheLayer, ...]:
     return tuple(layers)
 
 
-def write_cache(model: nn.Module, layers: Sequence[CacheLayer]) -> tuple[ObservableCache, int]:
+def write_cache(
+    model: nn.Module, layers: Sequence[CacheLayer], rows: Mapping[int, CacheRow]
+) -> tuple[ObservableCache, int]:
     """Build a cache from canonical form.
 
     Args:
         model: whose cache it is.
-        layers: every layer that owns a cache.
+        layers: every layer that owns a cache, once each.
+        rows: what each layer's rows look like.
 
     Returns:
         The cache, and how many tokens it has seen.
@@ -78,17 +91,14 @@ def write_cache(model: nn.Module, layers: Sequence[CacheLayer]) -> tuple[Observa
     Raises:
         InputError: layers that do not fit the model or each other.
     """
+    for content in layers:
+        _check_rows(content, rows[content.layer])
     cache = new_cache(model)
     ends = {content.first_position + content.values.shape[1] for content in layers}
     if len(ends) != 1:
         raise InputError(f"cache layers must end at one position; got ends {sorted(ends)}")
     length = ends.pop()
     for content in layers:
-        if content.layer >= len(cache.layers) or content.values.dim() != 4 or content.values.shape[0] != 2:
-            raise InputError(
-                f"cache layer {content.layer}: [2, T, kv_heads, head_dim] for one of {len(cache.layers)} layers is "
-                f"required; got shape {tuple(content.values.shape)}"
-            )
         layer = cache.layers[content.layer]
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         kept = length if window is None else min(length, window - 1)
@@ -97,9 +107,19 @@ def write_cache(model: nn.Module, layers: Sequence[CacheLayer]) -> tuple[Observa
                 f"cache layer {content.layer} after {length} tokens holds {kept} rows (window {window}); "
                 f"got {content.values.shape[1]}"
             )
-        heads = content.values.transpose(1, 2).contiguous()  # [2, kv_heads, T, head_dim]
+        heads = content.values.to(rows[content.layer].device).transpose(1, 2).contiguous()  # [2, kv_heads, T, head_dim]
         layer.lazy_initialization(heads[:1], heads[1:])
         layer.keys, layer.values = heads[:1].clone(), heads[1:].clone()
         if window is not None:
             layer.cumulative_length = length
     return cache, length
+
+
+def _check_rows(content: CacheLayer, row: CacheRow) -> None:
+    values = content.values
+    if values.dim() == 4 and (values.shape[0], values.shape[2:], values.dtype) == (2, row.shape, row.dtype):
+        return
+    raise InputError(
+        f"cache layer {content.layer} needs {row.dtype} [2, T, {', '.join(map(str, row.shape))}]; "
+        f"got {values.dtype} {list(values.shape)}"
+    )

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from fliptrace_kernels import ArrivalSchedule, parse_reduction
+from fliptrace_kernels import ArrivalSchedule, ReductionError, parse_reduction
 from torch import Tensor, nn
 
 from fliptrace.capture.engine import CacheLayer, Observer, ShrinkInterceptor
 from fliptrace.capture.environment import describe_environment
-from fliptrace.capture.transformers_engine.cache import ObservableCache, new_cache, read_cache, write_cache
+from fliptrace.capture.transformers_engine.cache import CacheRow, ObservableCache, new_cache, read_cache, write_cache
 from fliptrace.capture.transformers_engine.loading import LoadedModel, forward_accepts
 from fliptrace.capture.transformers_engine.operations import OperationObserver, QuietObserver
 from fliptrace.capture.transformers_engine.shrink_module import Shrink, ShrinkRuntime, ShrinkThenRound
@@ -49,6 +49,7 @@ class TransformersEngine:
         self._pending: tuple[int, ...] = ()
         self._position = 0
         self._cache_layers: tuple[int, ...] = ()
+        self._cache_rows: dict[int, CacheRow] = {}
         self._settle_order()
         self.set_reduction(reduction, seed)
 
@@ -106,7 +107,10 @@ class TransformersEngine:
 
     def set_reduction(self, reduction: str, seed: int | None = None) -> None:
         """Choose the reduction and, on the CPU, the arrival schedule of ``atomic``."""
-        parsed = parse_reduction(reduction)
+        try:
+            parsed = parse_reduction(reduction)
+        except ReductionError as error:
+            raise InputError(str(error)) from error
         if parsed.is_repeatable or not self.simulates_atomics:
             if seed is not None and not parsed.is_repeatable:
                 raise InputError(
@@ -129,10 +133,7 @@ class TransformersEngine:
         """Forget the cache and queue a prompt."""
         if not prompt_ids:
             raise InputError("the prompt is empty: at least one token is needed")
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
-        odd = [token for token in prompt_ids if not 0 <= token < vocabulary]
-        if odd:
-            raise InputError(f"prompt ids must lie in 0 .. {vocabulary - 1}; got {odd[0]}")
+        self._check_ids(prompt_ids, "prompt ids")
         limit = self.context_length
         if limit is not None and len(prompt_ids) >= limit:
             raise InputError(
@@ -151,27 +152,36 @@ class TransformersEngine:
         value = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(value) if value else None
 
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        odd = [token for token in ids if not 0 <= token < vocabulary]
+        if odd:
+            raise InputError(f"{what} must lie in 0 .. {vocabulary - 1}; got {odd[0]}")
+
     @torch.no_grad()
     def step(self, token_id: int | None = None) -> Tensor:
         """Run one forward and return the last row's logits."""  # no_grad, not inference_mode: recorders read version counters
         if self._cache is None:
-            raise RecordingError("start(prompt_ids) must come before step()")
+            raise RecordingError(
+                "start(prompt_ids) must come before step(), also after a step that failed: its cache is half written"
+            )
         ids = self._pending if self.runtime.step == 0 else (token_id,)
         if None in ids or (self.runtime.step == 0 and token_id is not None):
             raise InputError("the first step runs the prompt and takes no token; every later step takes one")
+        self._check_ids(ids, "token ids")  # type: ignore[arg-type]
         limit = self.context_length
         if limit is not None and self._position + len(ids) > limit:
             raise InputError(f"the context of {limit} positions is full at step {self.runtime.step}")
         if self._observer is not None:
             self._observer.begin_step(self.runtime.step, self._position, ids)  # type: ignore[arg-type]
         inputs = torch.tensor([ids], dtype=torch.long, device=self.device)
+        cache, self._cache = self._cache, None  # a forward that fails leaves a cache that nothing may go on from
         with self._operations.recording(len(ids), self._position) if self._operations else contextlib.nullcontext():
-            output = self.model(
-                input_ids=inputs, use_cache=True, **{self._cache_argument: self._cache}, **self._keep_last
-            )
+            output = self.model(input_ids=inputs, use_cache=True, **{self._cache_argument: cache}, **self._keep_last)
         logits: Tensor = output.logits[0, -1]
         if self._observer is not None:
             self._observer.end_step(logits)
+        self._cache = cache
         self._position += len(ids)
         self.runtime.step += 1
         return logits
@@ -219,12 +229,15 @@ class TransformersEngine:
 
     def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
         """Replace the whole cache."""
-        missing = set(self.cache_layers) - {content.layer for content in layers}
-        if missing:
-            raise InputError(f"every cache layer must be given; missing are {sorted(missing)}")
+        given = [content.layer for content in layers]
+        missing, unknown = set(self.cache_layers) - set(given), set(given) - set(self.cache_layers)
+        if missing or unknown or len(given) != len(set(given)):
+            raise InputError(
+                f"every cache layer of {list(self.cache_layers)} must be given, and none twice; got {given}"
+            )
         if step < 1:
             raise InputError(f"a cache precedes a decode step, so step must be at least 1; got {step}")
-        self._cache, self._position = write_cache(self.model, layers)
+        self._cache, self._position = write_cache(self.model, layers, self._cache_rows)
         self._cache.observer = self._observer
         self.runtime.step = step
 
@@ -261,6 +274,10 @@ class TransformersEngine:
         with self.observed(order):
             self.start((0,))
             self.step()
+        self._cache_rows = {
+            layer.layer: CacheRow(tuple(layer.values.shape[2:]), layer.values.dtype, layer.values.device)
+            for layer in self.read_cache()
+        }
         self._cache, self.runtime.step = None, 0
         fired = list(dict.fromkeys(order.sites))
         if sorted(fired) != list(range(len(self._shrinks))) or len(order.sites) != len(fired):

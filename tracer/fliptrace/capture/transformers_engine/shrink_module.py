@@ -15,6 +15,7 @@ from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, 
 from torch import Tensor, nn
 
 from fliptrace.capture.engine import ShrinkInterceptor
+from fliptrace.errors import InputError
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Shrink(nn.Module):
             call_key=runtime.step * runtime.site_count + self.index,
         )[0]
         if runtime.interceptor is not None:
-            z = runtime.interceptor(self.index, rows, z)
+            z = _intercept(runtime.interceptor, self.index, rows, z)
         return z
 
     def launch(self, x: Tensor) -> str:
@@ -78,6 +79,17 @@ class Shrink(nn.Module):
             text = " ".join([*words, f"operand_strides={tuple(rows.stride())}"])
             self.runtime.launches[key] = text
         return text
+
+
+def _intercept(interceptor: ShrinkInterceptor, index: int, rows: Tensor, z: Tensor) -> Tensor:
+    given: object = interceptor(index, rows, z)
+    if isinstance(given, Tensor) and (given.shape, given.dtype, given.device) == (z.shape, z.dtype, z.device):
+        return given
+    got = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else type(given).__name__
+    raise InputError(
+        f"an interceptor must return what it was given for site {index}, or a tensor like it: {z.dtype} "
+        f"{list(z.shape)} on {z.device}; got {got}"
+    )
 
 
 class RoundForExpand(nn.Module):

@@ -1,0 +1,218 @@
+"""Two traces and what their comparison found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fliptrace.analysis import compare
+from fliptrace.errors import InputError, StorageError
+from fliptrace.store import open_trace
+from fliptrace.trace import Trace
+from fliptrace.verdicts import Outcome, PairDiff, RowDifference
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+REFERENCE_NAME = "reference.trace"
+CANDIDATE_NAME = "candidate.trace"
+REPORT_NAME = "report.html"
+DOCUMENT_NAME = "report.json"
+
+
+class Pair:
+    """A reference and a candidate execution, compared.
+
+    Attributes:
+        reference: the first trace; candidate: the second.
+        diff: everything that the comparison found.
+        attempts: how many candidates ran before this one was kept, itself included; None for stored pairs.
+    """
+
+    def __init__(
+        self,
+        reference: Trace,
+        candidate: Trace,
+        *,
+        attempts: int | None = None,
+        rounded_dtype: str | None = None,
+        temporary: tempfile.TemporaryDirectory[str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compare two traces.
+
+        Args:
+            reference: an open trace; candidate likewise.
+            attempts: for the record.
+            rounded_dtype: decide survival at another type's boundary than the model's.
+            temporary: the folder that holds the traces, kept as long as the pair.
+            progress: told (steps done, steps in all) while comparing.
+
+        Raises:
+            TraceMismatchError: the traces cannot be compared.
+        """
+        self.reference = reference
+        self.candidate = candidate
+        self.attempts = attempts
+        self._temporary = temporary
+        self.diff: PairDiff = compare(reference, candidate, rounded_dtype=rounded_dtype, progress=progress)
+
+    @property
+    def diverged(self) -> bool:
+        """True when the executions chose different tokens."""
+        return self.diff.outcome is Outcome.TOKEN
+
+    @property
+    def divergence(self) -> RowDifference | None:
+        """The first surviving difference: of a root that propagates, else of any root, else of a variant."""
+        diff = self.diff
+        return diff.first_propagating or diff.first_surviving or diff.first_variant
+
+    def heatmap(self, phase: str = "prefill", colour: str = "class") -> Figure:
+        """Draw the differences.
+
+        Args:
+            phase: ``prefill`` (columns are prompt positions) or ``decode`` (columns are steps).
+            colour: ``class`` or ``magnitude``.
+        """
+        from fliptrace.views import heatmap_figure
+
+        return heatmap_figure(self.diff, phase=phase, colour=colour, reference=self.reference)
+
+    def summary(self) -> str:
+        """Return the story in plain text."""
+        from fliptrace.views import plain_summary
+
+        return plain_summary(self.diff, self.reference, self.candidate)
+
+    def to_json(self, command: str | None = None) -> dict[str, Any]:
+        """Return what report.json holds."""
+        from fliptrace.views import report_json
+
+        return report_json(self.diff, self.reference, self.candidate, command=command)
+
+    def save(self, directory: str | Path, *, command: str | None = None) -> Path:
+        """Write report.html, report.json and the two traces into a new folder, all of it or nothing.
+
+        Args:
+            directory: must not exist, or be empty.
+            command: how the pair was made, for the report.
+
+        Returns:
+            The path of report.html.
+
+        Raises:
+            InputError: the folder is not empty.
+            StorageError: it cannot be written.
+        """
+        target = Path(directory)
+        require_new(target)
+        scratch: Path | None = None
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            for trace, name in ((self.reference, REFERENCE_NAME), (self.candidate, CANDIDATE_NAME)):
+                shutil.copy2(trace.name, scratch / name)
+            self.write_report(scratch, command=command)
+            scratch.chmod(0o755)
+            scratch.replace(target)
+        except OSError as error:
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise StorageError(f"the pair could not be saved to {target} ({error}); nothing was written") from error
+        return target / REPORT_NAME
+
+    def write_report(self, directory: str | Path, *, command: str | None = None) -> Path:
+        """Write report.html and report.json into an existing folder; return the page's path.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        from fliptrace.views import render_report
+
+        folder = Path(directory)
+        page = render_report(self.diff, self.reference, self.candidate, title=self.title, command=command)
+        document = json.dumps(self.to_json(command), indent=1, ensure_ascii=True, allow_nan=False)
+        try:
+            (folder / REPORT_NAME).write_text(page, "utf-8")
+            (folder / DOCUMENT_NAME).write_text(document + "\n", "utf-8")
+        except OSError as error:
+            raise StorageError(f"the report could not be written to {folder} ({error})") from error
+        return folder / REPORT_NAME
+
+    @property
+    def title(self) -> str:
+        """The report's title."""
+        manifest = self.reference.manifest
+        return f"{manifest.get('model.name', 'model')} + {manifest.get('adapter.name', 'adapter')}"
+
+    def close(self) -> None:
+        """Close both traces and forget a temporary folder."""
+        self.reference.close()
+        self.candidate.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Pair:
+        """Close on leaving."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close both traces."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Say the verdict in one line."""
+        flip = self.diff.flip
+        where = f", generated token {flip.step + 1}" if flip else ""
+        origin = f", first surviving difference at {self.divergence.name}" if self.divergence else ""
+        return f"Pair({self.title}: {self.diff.outcome}{where}{origin})"
+
+    def _repr_html_(self) -> str:
+        """Show itself in a notebook."""
+        from fliptrace.views import pair_html
+
+        return pair_html(self.diff, self.reference, self.candidate)
+
+
+def diff_traces(reference: str | Path, candidate: str | Path, *, rounded_dtype: str | None = None) -> Pair:
+    """Compare two stored traces; no model is needed.
+
+    Args:
+        reference: a trace file; candidate likewise.
+        rounded_dtype: decide survival at the boundary of ``bfloat16``, ``float16`` or ``float32`` instead of the model's.
+
+    Raises:
+        TraceReadError: one of them cannot be read.
+        TraceMismatchError: they cannot be compared.
+    """
+    first = open_trace(reference)
+    try:
+        return Pair(first, open_trace(candidate), rounded_dtype=rounded_dtype)
+    except BaseException:
+        first.close()
+        raise
+
+
+def load_pair(directory: str | Path) -> Pair:
+    """Open a folder that ``save`` or trace-pair wrote.
+
+    Raises:
+        TraceReadError: a trace is missing or cannot be read.
+    """
+    folder = Path(directory)
+    return diff_traces(folder / REFERENCE_NAME, folder / CANDIDATE_NAME)
+
+
+def require_new(directory: Path) -> None:
+    """Refuse a folder that exists and is not empty.
+
+    Raises:
+        InputError: it is not empty, or no folder.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"output folder {directory} exists and is not empty; name a new one, nothing was changed")

@@ -1,0 +1,329 @@
+"""Run a prompt until an execution differs from the first, and keep the two."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fliptrace.analysis import compare
+from fliptrace.errors import InputError
+from fliptrace.manifest import Manifest
+from fliptrace.pair.engines import load_engine
+from fliptrace.pair.pair import Pair
+from fliptrace.pair.prompts import Prompt, encode_prompt
+from fliptrace.store import TraceWriter, open_trace
+from fliptrace.trace import Closing
+from fliptrace.verdicts import Outcome
+
+if TYPE_CHECKING:
+    from fliptrace.capture.recorder import RecorderOptions
+    from fliptrace.capture.transformers_engine import TransformersEngine
+
+#: What counts as a difference, from the strictest to the laxest, as ``--fail-on`` says it.
+LEVELS: Mapping[str, tuple[Outcome, ...]] = {
+    "token": (Outcome.TOKEN,),
+    "surviving": (Outcome.TOKEN, Outcome.SURVIVING),
+    "any": (Outcome.TOKEN, Outcome.SURVIVING, Outcome.LATENT),
+}
+
+#: Called as progress(what, done, total) from time to time.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """How a pair is searched and recorded.
+
+    Attributes:
+        reduction: of both executions, or of the reference alone.
+        candidate_reduction: of the candidates, when it is another.
+        attempts: how many candidates at the most.
+        max_new_tokens: per execution.
+        seed: schedule seed of the reference where atomics are simulated; candidates take the seeds after it.
+        until: what ends the search: ``token``, ``surviving`` or ``any``.
+        operands: keep the shrinks' inputs whole.
+        modules: record every module and functional operation.
+        full_logits: keep all logits whole.
+        redact: keep text and token ids out of the traces.
+        observer_control: run the recorded-against-unrecorded control first.
+    """
+
+    reduction: str = "atomic:8"
+    candidate_reduction: str | None = None
+    attempts: int = 20
+    max_new_tokens: int = 256
+    seed: int = 0
+    until: str = "token"
+    operands: bool = False
+    modules: bool = False
+    full_logits: bool = False
+    redact: bool = False
+    observer_control: bool = True
+
+    def check(self) -> None:
+        """Refuse settings that mean nothing.
+
+        Raises:
+            InputError: which, and what is allowed.
+        """
+        if self.attempts < 1:
+            raise InputError(f"attempts must be at least 1; got {self.attempts}")
+        if self.max_new_tokens < 1:
+            raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
+        if self.until not in LEVELS:
+            raise InputError(f"a difference is one of {', '.join(LEVELS)}; got {self.until!r}")
+        if self.seed < 0:
+            raise InputError(f"a schedule seed must not be negative; got {self.seed}")
+
+
+@dataclass
+class _Run:
+    """What the executions of one pair share."""
+
+    engine: TransformersEngine
+    prompt: Prompt
+    settings: PairSettings
+    folder: Path
+    key: bytes | None
+    control: str = "observer control was not run"
+    end_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+def trace_pair(
+    model: str | TransformersEngine,
+    adapter: str | None = None,
+    prompt: str | Prompt = "",
+    *,
+    settings: PairSettings | None = None,
+    directory: str | Path | None = None,
+    chat_template: bool = True,
+    engine: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    **changes: Any,
+) -> Pair:
+    """Record an execution and then others until one differs; compare it with the first.
+
+    Args:
+        model: a model folder, ``.gguf`` file or hub name; or an engine from load_engine, to be used again.
+        adapter: the LoRA adapter's folder or hub name; None with an engine.
+        prompt: what to ask, or an encoded Prompt.
+        settings: how to search and record; single settings can be given as keywords instead
+            (``reduction="atomic:8"``, ``attempts=20``, ``max_new_tokens=256``, ``seed=0`` …).
+        directory: where the two traces go; it must be empty or not exist. None keeps them in a temporary folder until
+            the pair is saved or forgotten.
+        chat_template: apply the tokenizer's chat template.
+        engine: see load_engine; device and dtype likewise.
+        progress: told what is going on.
+
+    Returns:
+        The pair. When no candidate differed it holds the last one: then the verdict says what was seen in how many runs.
+
+    Raises:
+        InputError, UnsupportedModelError: something given cannot be used.
+        RecordingError: an execution could not be recorded faithfully; ObserverEffectError: recording changed it.
+        StorageError: a trace could not be written.
+    """
+    chosen = PairSettings(**{**_as_keywords(settings), **changes}) if changes else settings or PairSettings()
+    chosen.check()
+    if isinstance(model, str):
+        if adapter is None:
+            raise InputError("trace_pair needs a LoRA adapter: give its folder or hub name as the second argument")
+        model = load_engine(model, adapter, engine=engine, device=device, dtype=dtype)
+    encoded = prompt if isinstance(prompt, Prompt) else _encode(model, prompt, chat_template)
+    temporary = None
+    if directory is None:
+        temporary = tempfile.TemporaryDirectory(prefix="fliptrace-pair-")
+        folder = Path(temporary.name)
+    else:
+        folder = Path(directory)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"directory {folder} exists and is not empty; give a new one")
+        folder.mkdir(parents=True, exist_ok=True)
+    run = _Run(
+        engine=model,
+        prompt=encoded,
+        settings=chosen,
+        folder=folder,
+        key=secrets.token_bytes(32) if chosen.redact else None,
+        end_ids=frozenset(end_ids_of(model)),
+    )
+    report = progress or (lambda what, done, total: None)
+    reference, candidate, attempts = _search(run, report)
+    return Pair(
+        open_trace(reference),
+        open_trace(candidate),
+        attempts=attempts,
+        temporary=temporary,
+        progress=lambda done, total: report("comparing", done, total),
+    )
+
+
+def _search(run: _Run, progress: Progress) -> tuple[Path, Path, int]:
+    """Record the reference and candidates; return the two kept files and how many candidates ran."""
+    from fliptrace.capture.observer_control import observer_control
+
+    settings, engine = run.settings, run.engine
+    if settings.observer_control:
+        progress("observer control", 0, 1)
+        if engine.simulates_atomics:
+            _set_reduction(engine, settings.reduction, settings.seed)
+        else:
+            engine.set_reduction("unsplit")
+        run.control = observer_control(engine, run.prompt.ids, end_ids=run.end_ids, options=_options(run))
+    reference = run.folder / "reference.trace"
+    first_ids = _record(run, reference, settings.reduction, settings.seed, "reference", progress)
+    kept = run.folder / "candidate.trace"
+    name = settings.candidate_reduction or settings.reduction
+    for attempt in range(1, settings.attempts + 1):
+        path = run.folder / f"candidate-{attempt}.trace"
+        what = f"candidate {attempt} of at most {settings.attempts}"
+        ids = _record(run, path, name, settings.seed + attempt, what, progress, attempt=attempt)
+        differs = ids != first_ids
+        if not differs and settings.until != "token":
+            with open_trace(reference) as before, open_trace(path) as after:
+                differs = compare(before, after).outcome in LEVELS[settings.until]
+        path.replace(kept)
+        if differs:
+            break
+    return reference, kept, attempt
+
+
+def _record(
+    run: _Run, path: Path, reduction: str, seed: int, what: str, progress: Progress, attempt: int = 0
+) -> tuple[int, ...]:
+    """Record one execution into a file and return its token ids."""
+    from fliptrace.capture.decoding import generate
+    from fliptrace.capture.recorder import Recorder
+
+    engine, settings, options = run.engine, run.settings, _options(run)
+    _set_reduction(engine, reduction, seed)
+    writer = TraceWriter(path, manifest_of(run, options, attempt))
+    recorder = Recorder(engine, writer, options)
+
+    def on_choice(step: int, choice: Any, logits: Any) -> None:
+        recorder.complete_step(step, choice, logits)
+        progress(what, step + 1, settings.max_new_tokens)
+
+    try:
+        with engine.observed(recorder, modules=settings.modules):
+            execution = generate(
+                engine,
+                run.prompt.ids,
+                max_new_tokens=settings.max_new_tokens,
+                end_ids=run.end_ids,
+                on_choice=on_choice,
+            )
+    except BaseException as error:
+        writer.abandon(f"{type(error).__name__}: {error}")
+        raise
+    tokenizer = engine.loaded.tokenizer
+    shown = not settings.redact
+    writer.close(
+        Closing(
+            complete=True,
+            stop_reason=execution.stop_reason,
+            steps=len(execution.token_ids),
+            text=tokenizer.decode(list(execution.token_ids), skip_special_tokens=True) if shown else "",
+            piece_texts=tuple(tokenizer.decode([token]) for token in execution.token_ids) if shown else (),
+            prompt_piece_texts=tuple(tokenizer.decode([token]) for token in run.prompt.ids) if shown else (),
+            not_observed=not_observed(engine, settings),
+        )
+    )
+    return execution.token_ids
+
+
+def manifest_of(run: _Run, options: RecorderOptions, attempt: int) -> Manifest:
+    """Build the manifest of an execution that is about to run."""
+    settings, prompt = run.settings, run.prompt
+    ids_text = ",".join(map(str, prompt.ids)).encode()
+    fingerprint = (
+        hmac.new(run.key, ids_text, hashlib.sha256) if run.key is not None else hashlib.sha256(ids_text)
+    ).hexdigest()
+    described: dict[str, Any] = {name: dict(section) for name, section in run.engine.describe().items()}
+    described["prompt"] = {
+        "ids_sha256": fingerprint,
+        "tokens": len(prompt.ids),
+        "chat_template": prompt.chat_template,
+        "source": prompt.source,
+    }
+    if run.key is None:
+        described["prompt"] |= {"ids": list(prompt.ids), "text": prompt.text}
+    from fliptrace.capture.decoding import TIE_RULE
+
+    described["decoding"] = {
+        "method": "greedy",
+        "tie_rule": TIE_RULE,
+        "max_new_tokens": settings.max_new_tokens,
+        "end_ids": sorted(run.end_ids) if run.key is None else [],
+    }
+    described["recording"] = {
+        **options.describe(),
+        "attempt": attempt,
+        "observer_control": run.control,
+        "not_observed": list(not_observed(run.engine, settings)),
+        "expected_sites": [site.path for site in run.engine.sites],
+    }
+    return Manifest(described)
+
+
+def not_observed(engine: TransformersEngine, settings: PairSettings) -> tuple[str, ...]:
+    """Say what a trace of this engine with these settings does not cover."""
+    sentences = list(engine.not_observed())
+    if not settings.modules:
+        sentences.append(
+            "operations between the LoRA layers (attention, norms, activations, the residual stream) were not recorded "
+            "one by one; a difference that entered there shows at the next operand and is called unlocated. "
+            "Record with --modules to name the operation"
+        )
+    else:
+        sentences.append("kernels that bypass PyTorch's dispatcher show only at the next operation")
+    if not settings.operands:
+        sentences.append("the shrinks' inputs were kept as digests of their rows, not as values (--operands keeps them)")
+    return tuple(sentences)
+
+
+def end_ids_of(engine: TransformersEngine) -> set[int]:
+    """Return the ids that end a generation: the generation configuration's, or the tokenizer's."""
+    configured = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
+    if configured is None:
+        configured = getattr(engine.loaded.tokenizer, "eos_token_id", None)
+    if configured is None:
+        return set()
+    return set(configured) if isinstance(configured, (list, tuple)) else {int(configured)}
+
+
+def _options(run: _Run) -> RecorderOptions:
+    from fliptrace.capture.recorder import RecorderOptions
+
+    settings = run.settings
+    return RecorderOptions(
+        operands=settings.operands,
+        modules=settings.modules,
+        full_logits=settings.full_logits,
+        redaction_key=run.key,
+    )
+
+
+def _set_reduction(engine: TransformersEngine, reduction: str, seed: int) -> None:
+    from fliptrace_kernels import parse_reduction
+
+    simulated = engine.simulates_atomics and not parse_reduction(reduction).is_repeatable
+    engine.set_reduction(reduction, seed if simulated else None)
+
+
+def _encode(engine: TransformersEngine, prompt: str, chat_template: bool) -> Prompt:
+    return encode_prompt(engine.loaded.tokenizer, prompt, chat_template=chat_template)
+
+
+def _as_keywords(settings: PairSettings | None) -> dict[str, Any]:
+    source = settings or PairSettings()
+    return {name: getattr(source, name) for name in PairSettings.__slots__}
+

@@ -114,7 +114,7 @@ def _step_frames(made: Made, step: int, generator: torch.Generator) -> dict[Kind
     return {kind: frame for kind, frame in frames.items() if kind not in made.drop}
 
 
-def make_trace(made: Made = Made(), manifest: Mapping[str, Any] | None = None) -> Trace:  # noqa: B008
+def make_trace(made: Made = Made(), manifest: Mapping[str, Any] | None = None) -> Trace:
     """Make a trace; equal arguments make equal traces."""
     generator = torch.Generator().manual_seed(made.seed)
     steps, stored, fed = [], {}, tuple(range(100, 100 + made.prompt))

@@ -112,10 +112,12 @@ class ForeignRoot:
     Attributes:
         key: the record's key: an operation (``model.layers.0.self_attn/scaled_dot_product_attention#0``), a module, or
             the place at which it was first seen.
-        kind: ``operation``, ``module``, ``operand``, ``cache``, ``logits``.
+        kind: ``operation``, ``module``, ``operand``, ``projection`` (the base projection or the expand), ``cache``,
+            ``logits``, or ``token`` (equal logits, other choice).
         step: which step; position: first differing row's absolute position, -1 when the record has no token rows.
         origin: ROOT when its inputs were observed equal, UNLOCATED when what feeds it was not recorded.
         explanation: one sentence for people: what was seen, and what to run to see more.
+        before_order: it entered before the shrink record of this order in its step (RowDifference.order).
     """
 
     key: str
@@ -124,6 +126,11 @@ class ForeignRoot:
     position: int
     origin: Origin
     explanation: str
+    before_order: int = 0
+
+    def precedes(self, row: RowDifference | None) -> bool:
+        """Say whether it entered before a shrink row in execution order; True without a row."""
+        return row is None or (self.step, self.before_order) <= (row.step, row.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +306,8 @@ class PairDiff:
         first_surviving: the first surviving root row, propagating or not.
         first_propagating: the first surviving root row that is propagating: the answer to "where did it start".
         first_variant: with two reductions, the first configuration-variant row, else None.
-        foreign_root: the first difference that did not enter through a shrink, if any entered before ``first_difference``
-            or without one.
+        foreign_root: the first difference that is known not to have entered through a shrink, wherever it lies; ask
+            ``foreign_root.precedes(first_propagating)`` whether it came first.
         roots: every surviving root row in execution order (at most 10,000, then counted in root_rows).
         root_rows: how many rows are roots; surviving_root_rows: of these, how many have a surviving coordinate.
         statistics: counts of coordinates.
@@ -360,7 +367,7 @@ def as_json(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float):
-        if value != value:  # noqa: PLR0124
+        if value != value:
             return "NaN"
         if value in (float("inf"), float("-inf")):
             return "Infinity" if value > 0 else "-Infinity"

@@ -7,6 +7,7 @@ against which that pass is tested, one pair at a time and some fifty times slowe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ COORDINATES_PER_ROW = 64
 _ORIGINS = (None, Origin.ROOT, Origin.INHERITED, Origin.CONFIGURATION_VARIANT, Origin.UNLOCATED)
 
 
+@cache
 def site_of(key: str) -> Site:
     """Return the site of a record's key."""
     return Site.from_path(key)

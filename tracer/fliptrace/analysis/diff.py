@@ -26,6 +26,7 @@ from fliptrace.verdicts import (
     CacheDifference,
     Fate,
     Flip,
+    ForeignRoot,
     Outcome,
     PairDiff,
     RowDifference,
@@ -177,6 +178,7 @@ class PairWalk:
         self._note_first(
             "surviving_variant", evidence, (evidence.origins == VARIANT) & (classes >= _SURVIVING)
         )
+        self._note_first("structural", evidence, classes == int(CoordinateClass.STRUCTURAL))
         roots = evidence.origins == ROOT
         self._root_rows += int(roots.sum())
         for order, row in (roots & (classes == _SURVIVING)).nonzero().tolist():
@@ -272,17 +274,19 @@ class PairWalk:
             cache_differences=tuple(self._cache),
             steps=tuple(self._steps),
             grids=grids,
-            propagation=summarise(
-                self.evidence, self._start(), foreign, self._flip, tuple(self._cache)
-            ),
+            propagation=summarise(self.evidence, self._start(), self._flip, tuple(self._cache)),
             coverage=self._ledger.finish(reference, candidate, span, self._remarks()),
             manifest_differences=tuple(differing_keys(reference.manifest, candidate.manifest)),
             generated=(len(reference.steps), len(candidate.steps)),
         )
 
-    def _start(self) -> RowDifference | None:
-        names = ("propagating", "surviving", "surviving_variant", "difference")
-        return next((self._first[name] for name in names if name in self._first), None)
+    def _start(self) -> RowDifference | ForeignRoot | None:
+        """Choose what to follow: what entered first of what is known to leave, else the best there is."""
+        root, foreign = self._first.get("propagating"), self._foreign.found
+        if foreign is not None and foreign.precedes(root):
+            return foreign
+        names = ("surviving_variant", "surviving", "structural", "difference")
+        return root or next((self._first[name] for name in names if name in self._first), None)
 
     def _outcome(self, latent: int, surviving: int) -> Outcome:
         if self._flip is not None:

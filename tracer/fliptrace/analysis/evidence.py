@@ -101,6 +101,7 @@ class StepEvidence:
         cache: key and value rows, None where neither trace has any.
         logits_differ: None where not recorded.
         differing_kinds: kinds recorded in both whose frames hold other records or other bits.
+        operand_values_known: both traces hold the operands themselves.
         values: shrink values, emptied once the step has been looked at.
     """
 
@@ -125,6 +126,7 @@ class StepEvidence:
     cache: CacheEvidence | None
     logits_differ: bool | None
     differing_kinds: frozenset[Kind]
+    operand_values_known: bool = False
     values: list[ShrinkValues] = field(default_factory=list)
 
     @property
@@ -262,6 +264,7 @@ class StepReader:
         digests = self._read_digests(evidence, Kind.OPERAND, reference, candidate)
         if Kind.OPERAND_VALUES not in reference or Kind.OPERAND_VALUES not in candidate:
             return digests
+        evidence.operand_values_known = True
         values = self._read_digests(evidence, Kind.OPERAND_VALUES, reference, candidate)
         return RowEvidence(digests.known | values.known, digests.differs | values.differs)
 

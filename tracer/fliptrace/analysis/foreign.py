@@ -144,6 +144,7 @@ class ForeignSearch:
                     "."
                 )
                 + ".",
+                before_order=number + 1,
             )
         if kind == _CACHE:
             layer = evidence.cache.layers[number] if evidence.cache is not None else -1
@@ -160,6 +161,7 @@ class ForeignSearch:
                     f"it is equal; what lies between (key and value biases, normalisation, rotary embedding) was not "
                     f"recorded. {_RUN_AGAIN}"
                 ),
+                before_order=cache_place(slots.sites, layer),
             )
         site = slots.sites[number]
         last, between = _between(slots, slot)
@@ -173,6 +175,7 @@ class ForeignSearch:
                 f"The input of {site.name} differs in {where}, although everything recorded before it that could "
                 f"reach it is equal up to {last}; what lies between ({between}) was not recorded. {_RUN_AGAIN}"
             ),
+            before_order=number,
         )
 
     def _find_in_cache_digest(
@@ -193,6 +196,7 @@ class ForeignSearch:
                 f"was written to it is equal: the cache was changed elsewhere, or holds rows that were not recorded. "
                 f"{_RUN_AGAIN}"
             ),
+            before_order=len(evidence.keys),
         )
 
     def _find_in_logits(self, evidence: StepEvidence) -> ForeignRoot | None:
@@ -222,6 +226,7 @@ class ForeignSearch:
                 "."
             )
             + ".",
+            before_order=len(evidence.keys),
         )
 
     def _find_in_modules(
@@ -248,6 +253,7 @@ class ForeignSearch:
                 f"The logits of {_phase(evidence.step)} are bit-equal, but other tokens were chosen from them: the "
                 "difference lies in the sampler or in tokens that were forced."
             ),
+            before_order=len(evidence.keys),
         )
 
     def _remember(self, evidence: StepEvidence, before: StepRecord, after: StepRecord) -> None:

@@ -41,7 +41,9 @@ def find_operation(
         row = _first_own_row(inputs.rows[label], differs)
         if row is not None:
             position = evidence.first_position + row if differs.numel() == evidence.rows else -1
-            return _describe(evidence, label, position)
+            return _describe(
+                evidence, label, position, _next_shrink(evidence, label, list(outputs.rows))
+            )
     return None
 
 
@@ -62,7 +64,16 @@ def _first_own_row(inputs: Tensor, outputs: Tensor) -> int | None:
     return int(places[0, 0]) if places.numel() else None
 
 
-def _describe(evidence: StepEvidence, label: str, position: int) -> ForeignRoot:
+def _next_shrink(evidence: StepEvidence, label: str, labels: list[str]) -> int:
+    """Return the order of the first shrink that ran after an operation, the number of shrinks when none did."""
+    for later in labels[labels.index(label) + 1 :]:
+        path = later.partition("/")[0]
+        if operation_name(later) == SHRINK_OPERATION and path in evidence.keys:
+            return evidence.keys.index(path)
+    return len(evidence.keys)
+
+
+def _describe(evidence: StepEvidence, label: str, position: int, before_order: int) -> ForeignRoot:
     phase = "the prefill" if evidence.step == 0 else f"step {evidence.step}"
     where = f", token position {position}," if position >= 0 else ""
     path = label.partition("/")[0]
@@ -76,6 +87,7 @@ def _describe(evidence: StepEvidence, label: str, position: int) -> ForeignRoot:
             f"The operation {operation_name(label)} in {path or 'the model'} got bit-equal inputs in {phase}{where} "
             "and gave another result; it is not a LoRA shrink."
         ),
+        before_order=before_order,
     )
 
 

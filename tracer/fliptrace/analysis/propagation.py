@@ -23,9 +23,10 @@ from fliptrace.analysis.roles import Role, role_of
 from fliptrace.errors import InputError
 from fliptrace.numerics import CoordinateClass
 from fliptrace.sites import Site
-from fliptrace.trace import Kind, Trace
+from fliptrace.trace import Trace
 from fliptrace.verdicts import (
     CacheDifference,
+    Fate,
     Flip,
     ForeignRoot,
     PairDiff,
@@ -37,6 +38,8 @@ from fliptrace.verdicts import (
 Node = tuple[int, str, str | int]
 _ATTENTION_INPUTS = frozenset({Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_IN})
 _LAYERS_NAMED = 3
+_SURVIVING = CoordinateClass.SURVIVING.label
+_ONE_ROW = torch.ones(1, dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +142,14 @@ def _records(step: StepEvidence) -> dict[Node, _Record]:
         ("shrink", step.classes > 0),
         ("projection", step.projection.differs),
     ):
+        worst = step.classes.amax(dim=1).tolist() if name == "shrink" else None
+        largest = step.magnitudes.amax(dim=1).tolist() if name == "shrink" else None
         for number in matrix.any(dim=1).nonzero().squeeze(1).tolist():
             key = step.keys[number]
             site = site_of(key)
-            label, magnitude = CoordinateClass.SURVIVING.label, None
-            if name == "shrink":
-                label = CoordinateClass(int(step.classes[number].max())).label
-                magnitude = float(step.magnitudes[number].max())
+            label, magnitude = _SURVIVING, None
+            if worst is not None and largest is not None:
+                label, magnitude = CoordinateClass(worst[number]).label, largest[number]
             node: Node = (step.step, name, key)
             found[node] = _record(
                 step, node, matrix[number], f"{_short(site)} {name}", site.layer, label, magnitude
@@ -161,7 +165,7 @@ def _records(step: StepEvidence) -> dict[Node, _Record]:
             rows,
             f"logits of step {step.step}",
             None,
-            CoordinateClass.SURVIVING.label,
+            _SURVIVING,
             None,
         )
     return found
@@ -181,7 +185,7 @@ def _cache_records(step: StepEvidence) -> dict[Node, _Record]:
             cache.counts[place, which] > 0,
             f"layer-{layer} {name}",
             layer,
-            CoordinateClass.SURVIVING.label,
+            _SURVIVING,
             float(cache.magnitudes[place, which].max()),
         )
     return found
@@ -196,7 +200,10 @@ def _record(
     label: str,
     magnitude: float | None,
 ) -> _Record:
-    positions = tuple(step.first_position + row for row in rows.nonzero().squeeze(1).tolist())
+    if step.rows == 1:
+        rows, positions = _ONE_ROW, (step.first_position,)
+    else:
+        positions = tuple(step.first_position + row for row in rows.nonzero().squeeze(1).tolist())
     attributes = {
         "name": name,
         "step": step.step,
@@ -224,6 +231,9 @@ class _StepFlow:
         self._records = records
         self._cached = cached
         self._stream: list[_Record] = []  # the last writers of the residual stream that differ
+        self._places = {key: number for number, key in enumerate(step.keys)}
+        self._operand_known = step.operand.known.any(dim=1).tolist()
+        self._projection_known = step.projection.known.any(dim=1).tolist()
         for record in records.values():
             graph.add_node(record.node, **record.attributes)
 
@@ -312,8 +322,8 @@ class _StepFlow:
             self._records.get((step, name, site.path))
             for name in ("operand", "shrink", "projection")
         )
-        number = self._step.keys.index(site.path) if site.path in self._step.keys else -1
-        recorded = number >= 0 and bool(self._step.operand.known[number].any())
+        number = self._places[site.path]
+        recorded = self._operand_known[number]
         entries = [operand] if operand else [] if recorded else [shrink, projection]
         for entry in entries:
             if entry is not None:
@@ -326,8 +336,7 @@ class _StepFlow:
             self._link([shrink], projection, mixes=False)
         if projection is not None:
             return projection
-        known = number >= 0 and bool(self._step.projection.known[number].any())
-        return None if known else shrink or operand
+        return None if self._projection_known[number] else shrink or operand
 
     def _link(self, sources: Iterable[_Record], target: _Record, *, mixes: bool) -> None:
         for source in sources:
@@ -353,11 +362,11 @@ class _StepFlow:
                 "step": following,
                 "layer": layer,
                 "record": "cached",
-                "coordinate_class": CoordinateClass.SURVIVING.label,
+                "coordinate_class": _SURVIVING,
                 "magnitude": None,
                 "positions": (),
             }
-            after[layer] = _Record(node, torch.ones(1, dtype=torch.bool), attributes)
+            after[layer] = _Record(node, _ONE_ROW, attributes)
             self._graph.add_node(node, **attributes)
             sources = [
                 *written.get(layer, ()),
@@ -371,7 +380,7 @@ class _StepFlow:
 
 def _reaches(source: Tensor, target: Tensor, mixes: bool) -> bool:
     """Some row of the source feeds some row of the target: the same row, or with attention an earlier one."""
-    if source.numel() != target.numel():
+    if source.numel() != target.numel() or source.numel() == 1:
         return True
     if not mixes:
         return bool((source & target).any())
@@ -385,8 +394,7 @@ def _short(site: Site) -> str:
 
 def summarise(
     evidence: Sequence[StepEvidence],
-    start: RowDifference | None,
-    foreign: ForeignRoot | None,
+    start: RowDifference | ForeignRoot | None,
     flip: Flip | None,
     cache: tuple[CacheDifference, ...],
 ) -> PropagationSummary | None:
@@ -394,8 +402,7 @@ def summarise(
 
     Args:
         evidence: every compared step.
-        start: the row to follow: the first propagating root, or the best there is instead.
-        foreign: the first difference that did not enter through a shrink; followed when there is no row to follow.
+        start: what to follow: the first propagating root, what entered elsewhere before it, or the best there is.
         flip: the flip, if any.
         cache: differing cache rows, in order.
 
@@ -403,69 +410,82 @@ def summarise(
         The summary, None without any difference.
     """
     nodes = count_records(evidence)
-    separable = bool(evidence) and all(
-        Kind.OPERAND_VALUES in step.differing_kinds or not step.operand.differs.any()
-        for step in evidence
-    )
     if nodes == 0:
         return None
-    if (
-        start is not None
-        and start.row_class is CoordinateClass.LATENT
-        and foreign is None
-        and flip is None
-    ):
-        sentence = "Every difference is latent: rounding removed it before it left its shrink."
-        return PropagationSummary((sentence,), nodes, None, (), separable)
-    source = _source(start, foreign)
-    path = _path(evidence, source, flip) if source is not None and flip is not None else None
-    sentences = [_entry_sentence(start, foreign)]
-    if start is not None:
+    separable = all(step.operand_values_known for step in evidence)
+    if start is None:
+        return PropagationSummary(
+            ("Records differ, but none that can be followed.",), nodes, None, (), separable
+        )
+    sentences = [_entry_sentence(start)]
+    path: tuple[tuple[Node, str], ...] | None = None
+    leaves = isinstance(start, ForeignRoot) or _leaves(start)
+    if flip is not None and leaves:
+        path = _path(evidence, _source(evidence, start), flip)
+    if leaves:
         sentences.append(_chain_sentence(start, flip, cache, path))
-    elif path:
-        sentences.append(" -> ".join(_names(path)) + ".")
-    last = evidence[-1].step
-    sentences.extend(_persistence(start.step if start else 0, cache, last))
-    if flip is not None and path is None and source is not None:
+        sentences.extend(_persistence(start.step, cache, evidence[-1].step))
+    if flip is not None and path is None:
         sentences.append(
             "No chain of recorded differences leads from there to the flip: what connects them was not recorded, or "
             "the flip has another cause."
         )
-    if not separable:
+    if not separable and leaves:
         sentences.append(
             "Operands were kept as digests only, so that what a later shrink adds cannot be told from what it inherits."
         )
-    reaches = None if flip is None or source is None else path is not None
-    return PropagationSummary(tuple(sentences[:5]), nodes, reaches, _names(path or ()), separable)
+    reaches = None if flip is None else path is not None
+    return PropagationSummary(tuple(sentences), nodes, reaches, _names(path or ()), separable)
 
 
-def _source(start: RowDifference | None, foreign: ForeignRoot | None) -> Node | None:
-    if start is not None:
+def _leaves(start: RowDifference) -> bool:
+    """Say whether a row's difference is known, or may be held, to leave its projection."""
+    return start.row_class is not CoordinateClass.LATENT and start.fate is not Fate.ABSORBED
+
+
+def _source(evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot) -> Node | None:
+    """Return the first record that shows a difference; None when no differing record does."""
+    if isinstance(start, RowDifference):
         return (start.step, "shrink", start.site.path)
-    if foreign is None:
-        return None
-    for record in ("operand", "projection"):
-        if foreign.kind == record:
-            return (foreign.step, record, foreign.key)
-    return (foreign.step, "logits", 0) if foreign.kind == "logits" else None
+    if start.kind in ("operand", "projection"):
+        return (start.step, start.kind, start.key)
+    step = next(one for one in evidence if one.step == start.step)
+    after = [
+        record
+        for record in _records(step).values()
+        if record.node[1] == "logits"
+        or (record.node[1] in ("key", "value")
+        and start.kind == "cache")
+        or (record.node[1] in ("operand", "projection")
+        and step.keys.index(str(record.node[2])) >= start.before_order)
+    ]
+    order = {"key": 0, "value": 0, "operand": 1, "projection": 1, "logits": 2}
+    after.sort(key=lambda one: order[one.node[1]])
+    return after[0].node if after else None
 
 
 def _path(
-    evidence: Sequence[StepEvidence], source: Node, flip: Flip
+    evidence: Sequence[StepEvidence], source: Node | None, flip: Flip
 ) -> tuple[tuple[Node, str], ...] | None:
     """Find a shortest path from a record to the flip; None without one.
 
-    The steps of source and flip with the cache between them nearly always hold one; all steps are searched only when
-    they do not.
+    The steps of source and flip with the cache between them nearly always hold one. Only when they do not, although the
+    source did reach the cache, are all steps searched.
     """
     import networkx as nx
 
+    if source is None:
+        return None
     target = (flip.step, "flip", 0)
     for steps in ((source[0], flip.step), None):
         graph = build_graph(evidence, flip, steps)
-        if source in graph and nx.has_path(graph, source, target):
+        if source not in graph:
+            return None
+        if nx.has_path(graph, source, target):
             nodes = nx.shortest_path(graph, source, target)
             return tuple((node, graph.nodes[node]["name"]) for node in nodes)
+        if not any(node[1] == "cached" for node in nx.descendants(graph, source)):
+            return None
     return None
 
 
@@ -479,30 +499,35 @@ def _names(path: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _entry_sentence(start: RowDifference | None, foreign: ForeignRoot | None) -> str:
-    if start is None:
-        return foreign.explanation if foreign else "The records differ, but no shrink does."
+def _entry_sentence(start: RowDifference | ForeignRoot) -> str:
+    if isinstance(start, ForeignRoot):
+        return start.explanation
     where = f"{_short(start.site)} at token position {start.position}"
     phase = "the prefill" if start.step == 0 else f"step {start.step}"
     if start.row_class is CoordinateClass.LATENT:
-        return f"The first difference is latent, in {where} in {phase}: rounding removed it."
+        return f"No difference is known to have left a shrink; the first, in {where} in {phase}, was rounded away."
+    if start.row_class is CoordinateClass.STRUCTURAL:
+        return f"In {phase}, the records of {where} have no partner of the same shape and dtype."
     elements = f"{start.surviving} coordinate{'s' if start.surviving != 1 else ''}"
     fate = {
-        "propagating": "and changes the projection's output",
-        "absorbed": "and is absorbed by the 16-bit addition that follows",
-        "not observed": "; the projection's output was not recorded",
-    }[start.fate.value]
-    return f"In {phase}, {elements} of {where} survive{'s' if start.surviving == 1 else ''} rounding {fate}."
+        Fate.PROPAGATING: " and changes the projection's output"
+        if start.surviving == 1
+        else " and change the projection's output",
+        Fate.ABSORBED: ", but the 16-bit addition that follows swallowed the difference",
+        Fate.NOT_OBSERVED: "; the projection's output was not recorded",
+    }[start.fate]
+    return f"In {phase}, {elements} of {where} survive{'s' if start.surviving == 1 else ''} rounding{fate}."
 
 
 def _chain_sentence(
-    start: RowDifference,
+    start: RowDifference | ForeignRoot,
     flip: Flip | None,
     cache: tuple[CacheDifference, ...],
     path: tuple[tuple[Node, str], ...] | None,
 ) -> str:
     """Write the chain in the manner of the paper: root, the first layers whose cache differs, the logits."""
-    links = [f"{_short(start.site)} at token position {start.position}"]
+    first = start.key if isinstance(start, ForeignRoot) else _short(start.site)
+    links = [f"{first} at token position {start.position}" if start.position >= 0 else first]
     if start.step:
         links[0] += f" in step {start.step}"
     reached = [one for one in cache if one.step == start.step]
@@ -511,13 +536,12 @@ def _chain_sentence(
         for one in reached[:_LAYERS_NAMED]
     )
     if len(reached) > _LAYERS_NAMED:
-        links.append(f"{len(reached) - _LAYERS_NAMED} more layers up to layer {reached[-1].layer}")
+        more = len(reached) - _LAYERS_NAMED
+        links.append(f"{more} more layer{'s' if more > 1 else ''} up to layer {reached[-1].layer}")
     if not reached:
-        links.append("no key or value that was recorded in this step")
-    if flip is not None:
-        links.append(
-            f"logits of step {flip.step}" if path else f"(not connected) logits of step {flip.step}"
-        )
+        links.append("no recorded key or value of this step")
+    if flip is not None and path:
+        links.append(f"logits of step {flip.step}")
     return " -> ".join(links) + "."
 
 

@@ -6,8 +6,8 @@ python tests/store/bench_store.py [--gigabytes 1] [--folder DIR]     (not collec
 from __future__ import annotations
 
 import argparse
-import itertools
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +19,10 @@ from fliptrace.manifest import Manifest
 from fliptrace.trace import Closing, Frame, Kind, Layout, LayoutEntry, StepRecord
 
 SITES = [f"model.layers.{layer}.{module}" for layer in range(30) for module in "qkvogud"]
+
+
+def say(line):
+    sys.stdout.write(line + "\n")
 
 
 def make_layout(keys, dtype, shape):
@@ -38,6 +42,7 @@ LAYOUTS = {
 DIGESTED = {Kind.SHRINK, Kind.CACHE, Kind.LOGITS_TOP}
 KINDS = tuple(LAYOUTS)
 STEP_BYTES = sum(layout.size_bytes for layout in LAYOUTS.values())
+FILE_BYTES_PER_STEP = 49_490
 
 
 def make_step(step, noise):
@@ -65,7 +70,7 @@ def write(path, steps):
         writer.close(Closing(True, "max new tokens", 0))
     total = time.perf_counter() - start
     size = path.stat().st_size
-    print(
+    say(
         f"  wrote {steps} steps, {size / 1e9:.2f} GB ({size / steps:.0f} B a step, payload {STEP_BYTES}): "
         f"{total / steps * 1e6:.0f} us a step"
     )
@@ -74,17 +79,19 @@ def write(path, steps):
 def idle_hand_over():
     """Microseconds that write_step takes when the writer keeps up."""
     noise = memoryview(bytes(100_000))
-    with tempfile.TemporaryDirectory() as folder:
-        with store.TraceWriter(Path(folder) / "t", Manifest({})) as writer:
-            taken = []
-            for step in range(200):
-                job = make_step(step, noise)
-                before = time.perf_counter()
-                writer.write_step(*job)
-                taken.append(time.perf_counter() - before)
-                time.sleep(0.005)
-            writer.close(Closing(True, "", 0))
-    print(f"  write_step with an idle writer: median {sorted(taken)[100] * 1e6:.1f} us")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        store.TraceWriter(Path(folder) / "t", Manifest({})) as writer,
+    ):
+        taken = []
+        for step in range(200):
+            job = make_step(step, noise)
+            before = time.perf_counter()
+            writer.write_step(*job)
+            taken.append(time.perf_counter() - before)
+            time.sleep(0.005)
+        writer.close(Closing(True, "", 0))
+    say(f"  write_step with an idle writer: median {sorted(taken)[100] * 1e6:.1f} us")
 
 
 def read(path):
@@ -105,7 +112,7 @@ def compare(reference, candidate):
 
 def timed(label, action, repeats=3):
     best = min(_once(action) for _ in range(repeats))
-    print(f"  {label}: {best:.3f} s")
+    say(f"  {label}: {best:.3f} s")
     return best
 
 
@@ -125,7 +132,7 @@ def main():
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         sizes = {}
         for scale in (1, 2):
-            steps = int(options.gigabytes * scale * 1e9 / STEP_BYTES)
+            steps = int(options.gigabytes * scale * 1e9 / FILE_BYTES_PER_STEP)
             paths = [Path(folder) / f"{name}{scale}" for name in "ab"]
             for path in paths:
                 torch.manual_seed(0)
@@ -133,25 +140,19 @@ def main():
             sizes[scale] = paths
         plain = [Path(folder) / "plain.a", Path(folder) / "plain.b"]
         for path in plain:
-            block = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8).numpy().tobytes()
+            torch.manual_seed(0)
             with path.open("wb") as file:
                 for _ in range(int(options.gigabytes * 1000)):
-                    file.write(sizes[1][0].name.encode() * 0 + block if path is plain[0] else block)
-        plain[1].write_bytes(b"")
-        with plain[0].open("rb") as source, plain[1].open("wb") as target:
-            for chunk in iter(lambda: source.read(1 << 20), b""):
-                target.write(chunk)
+                    block = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8)
+                    file.write(block.numpy().tobytes())
         base = timed("cmp of 1 x", lambda: subprocess.run(["cmp", *plain], check=True))
         timed("read 1 x", lambda: read(sizes[1][0]))
-        compares = [("step_frames", compare)]
-        if hasattr(store, "paired_steps"):
-            compares.append(("paired_steps", compare_paired))
-        for label, action in compares:
+        for label, action in (("step_frames", compare), ("paired_steps", compare_paired)):
             one, two = (
                 timed(f"{label}: compare {scale} x", lambda s=scale, a=action: a(*sizes[s]))
                 for scale in (1, 2)
             )
-            print(f"  {label}: slope {two - one:.3f} s = {(two - one) / base:.2f} x cmp")
+            say(f"  {label}: slope {two - one:.3f} s = {(two - one) / base:.2f} x cmp")
 
 
 def compare_paired(reference, candidate):

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from fliptrace.store.pairing import StepPair, paired_steps
+from fliptrace.store.parquet_export import export_parquet
 from fliptrace.store.reader import TraceReader, open_trace
+from fliptrace.store.safetensors_export import export_safetensors
+from fliptrace.store.verification import verify_trace
 from fliptrace.store.writer import TraceWriter
 
-__all__ = ["StepPair", "TraceReader", "TraceWriter", "open_trace", "paired_steps"]
+__all__ = [
+    "StepPair",
+    "TraceReader",
+    "TraceWriter",
+    "export_parquet",
+    "export_safetensors",
+    "open_trace",
+    "paired_steps",
+    "verify_trace",
+]

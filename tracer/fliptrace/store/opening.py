@@ -22,7 +22,9 @@ from fliptrace.store import schema
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
 _WAL_VERSION = 2
-_MAP_BYTES = 1 << 40
+
+#: What SQLite raises on a damaged file. It may ask for memory without bounds, and its messages quote damaged text.
+READ_FAILURES = (sqlite3.Error, MemoryError, UnicodeDecodeError)
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ def open_file(path: Path) -> OpenedFile:
     if logged or _WAL_VERSION in header[18:20]:
         opened = _open_with_log(path)
     else:
-        opened = OpenedFile(_connect(path, "mode=ro&immutable=1"))
+        opened = _open_closed(path)
     try:
         _check_tables(path, opened.connection)
     except BaseException:
@@ -66,8 +68,10 @@ def open_file(path: Path) -> OpenedFile:
 
 def corrupt(path: Path | str, row: str, what: str) -> TraceCorruptError:
     """Return the error for a row that is not as it was written."""
+    # SQLite quotes what it could not read, which may be long and of several lines.
+    short = " ".join(what.split())[:200]
     return TraceCorruptError(
-        f"{path}: {row} {what}. The file was damaged or changed after recording: use another copy, or record again"
+        f"{path}: {row} {short}. The file was damaged or changed after recording: use another copy, or record again"
     )
 
 
@@ -127,16 +131,25 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
+    connection.text_factory = bytes
     try:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
         connection.execute("PRAGMA query_only = ON")
-        connection.execute(f"PRAGMA mmap_size = {_MAP_BYTES}")
+        # Mapping the file was no faster, and a file cut short while it is read would end the process.
+        connection.execute("PRAGMA mmap_size = 0")
         connection.execute("SELECT count(*) FROM sqlite_master").fetchall()
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _open_closed(path: Path) -> OpenedFile:
+    try:
+        return OpenedFile(_connect(path, "mode=ro&immutable=1"))
+    except READ_FAILURES as error:
+        raise corrupt(path, "the header", f"cannot be understood ({error})") from error
 
 
 def _open_with_log(path: Path) -> OpenedFile:
@@ -150,7 +163,7 @@ def _open_with_log(path: Path) -> OpenedFile:
                 f"{path} was not closed and cannot be opened where it is ({in_place}) nor as a copy in "
                 f"{tempfile.gettempdir()} ({error}). Copy it with its -wal file to a folder that can be written to"
             ) from error
-    except sqlite3.Error as error:
+    except READ_FAILURES as error:
         raise corrupt(path, "the file", f"cannot be opened ({error})") from error
 
 
@@ -171,14 +184,15 @@ def _check_tables(path: Path, connection: sqlite3.Connection) -> None:
     try:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        tables = dict(connection.execute("SELECT name, sql FROM sqlite_master"))
-    except sqlite3.Error as error:
+        found = connection.execute("SELECT name, sql FROM sqlite_master").fetchall()
+    except READ_FAILURES as error:
         raise corrupt(path, "the list of tables", f"cannot be read ({error})") from error
-    if not tables and not application:
+    if not found and not application:
         raise TraceReadError(f"{path} holds nothing; recording ended before it began. Record again")
     if application != schema.APPLICATION_ID:
         raise TraceReadError(f"{path} is not a trace file (an SQLite database of something else)")
     if version != schema.USER_VERSION:
         raise _version_error(path, version)
-    if tables != schema.TABLES:
+    expected = [(name.encode(), table.encode()) for name, table in schema.TABLES.items()]
+    if found != expected:
         raise corrupt(path, "the list of tables", "is not that of a trace")

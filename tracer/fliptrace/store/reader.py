@@ -7,7 +7,6 @@ reported at once; frames are read and checked one step at a time, on demand.
 from __future__ import annotations
 
 import json
-import sqlite3
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,11 +19,11 @@ from torch import Tensor
 from fliptrace.errors import SiteNotFoundError, TraceReadError
 from fliptrace.manifest import Manifest
 from fliptrace.store import schema, seals
-from fliptrace.store.opening import corrupt, open_file
+from fliptrace.store.opening import READ_FAILURES, corrupt, open_file
 from fliptrace.trace import Closing, Frame, Kind, Layout, StepRecord, Trace
 
 #: id, kind, layout, parts, digests, payload.
-FrameRow = tuple[int, str, int, int, bytes | None, bytes]
+FrameRow = tuple[int, bytes, int, int, bytes | None, bytes]
 
 _SELECT_STEPS = "SELECT * FROM steps ORDER BY step"
 _SELECT_FRAMES = "SELECT * FROM frames WHERE id BETWEEN ? AND ? ORDER BY id"
@@ -59,16 +58,16 @@ class TraceReader:
         self.path = Path(path)
         self.name = str(path)
         self._layouts: dict[int, tuple[Layout, bytes]] = {}
-        self._kinds: dict[str, tuple[str, ...]] = {}
+        self._kinds: dict[bytes, tuple[Kind, ...]] = {}
         self._frame_seals: list[bytes] = []
         self._opened = open_file(self.path)
         self._connection = self._opened.connection
         try:
             documents = self._read_documents()
-            self.manifest = Manifest.from_json(documents[schema.MANIFEST][0])
+            self.manifest = Manifest.from_json(documents[schema.MANIFEST][0].decode())
             self.steps, chain = self._read_steps(documents[schema.MANIFEST][1])
             self.closing = self._read_closing(documents.get(schema.CLOSING), chain)
-        except sqlite3.Error as error:
+        except READ_FAILURES as error:
             self.close()
             raise corrupt(self.path, "a table", f"cannot be read ({error})") from error
         except BaseException:
@@ -110,7 +109,7 @@ class TraceReader:
         if not rows:
             raise corrupt(self.path, f"step {step}, {kind} frame", "is missing")
         seal = self._frame_seals[step][place * _SEAL_BYTES : (place + 1) * _SEAL_BYTES]
-        self._check(rows[0], seal, step, kind)
+        self._check(rows[0], seal, step)
         return self.to_frame(step, rows)
 
     def frames(self, kind: Kind) -> Iterator[Frame]:
@@ -149,12 +148,32 @@ class TraceReader:
         """Return the seals of a step's rows, one after another; the step's own seal covers them."""
         return self._frame_seals[step]
 
+    def row_count(self, step: int) -> int:
+        """Return how many rows the frames of a step take, as the step lists them."""
+        return len(self._frame_seals[step]) // _SEAL_BYTES
+
+    def query(self, statement: str) -> list[tuple[Any, ...]]:
+        """Run a statement that reads."""
+        return self._connection.execute(statement).fetchall()
+
+    def unchecked_frame(self, step: int, kind: Kind) -> Frame | None:
+        """Return a frame that may not match its seal, to say what is wrong with it; None when it takes several rows."""
+        kinds = self.steps[step].frames
+        number = schema.row_number(step, kinds.index(kind.value))
+        rows = self._select(number, number)
+        if self.row_count(step) != len(kinds) or not rows:
+            return None
+        try:
+            return self.to_frame(step, rows)
+        except _MALFORMED as error:
+            raise corrupt(self.path, f"step {step}, {kind} frame", "has other columns") from error
+
     def check_rows(self, step: int, rows: list[FrameRow]) -> None:
         """Check all rows of a step against the seals that the step lists."""
         listed = self._frame_seals[step]
         start = 0
         for row in rows:
-            self._check(row, listed[start : start + _SEAL_BYTES], step, row[1])
+            self._check(row, listed[start : start + _SEAL_BYTES], step)
             start += _SEAL_BYTES
 
     def frames_of(self, step: int, rows: list[FrameRow]) -> dict[Kind, Frame]:
@@ -178,7 +197,9 @@ class TraceReader:
         if len(rows) > 1:
             payload = b"".join(row[5] for row in rows)
         if len(rows) != parts or len(payload) != layout.size_bytes or kind not in schema.KINDS:
-            raise corrupt(self.path, f"step {step}, {kind} frame", "does not fit its layout")
+            raise corrupt(
+                self.path, f"step {step}, {_shown(kind)} frame", "does not fit its layout"
+            )
         return Frame(step, schema.KINDS[kind], layout, payload, _digest_tensor(digests))
 
     def layout(self, number: int) -> tuple[Layout, bytes]:
@@ -200,24 +221,26 @@ class TraceReader:
     def _select(self, first: int, last: int) -> list[FrameRow]:
         try:
             return self._connection.execute(_SELECT_FRAMES, (first, last)).fetchall()
-        except (sqlite3.Error, MemoryError) as error:
+        except READ_FAILURES as error:
             step = schema.row_place(first)[0]
             raise corrupt(
                 self.path, f"step {step}", f"has frames that cannot be read ({error})"
             ) from error
 
-    def _check(self, row: FrameRow, seal: bytes, step: int, kind: str) -> None:
-        number, stored_kind, layout, parts, digests, payload = row
+    def _check(self, row: FrameRow, seal: bytes, step: int) -> None:
+        number, kind, layout, parts, digests, payload = row
         try:
             computed = seals.seal_frame(
-                number, stored_kind, self.layout(layout)[1], parts, digests, payload
+                number, kind, self.layout(layout)[1], parts, digests, payload
             )
         except _MALFORMED as error:
             if isinstance(error, TraceReadError):
                 raise
             computed = b""
         if computed != seal:
-            raise corrupt(self.path, f"step {step}, {kind} frame", "does not match its seal")
+            kinds, place = self.steps[step].frames, schema.row_place(number)[1]
+            name = kinds[place] if place < len(kinds) else _shown(kind)
+            raise corrupt(self.path, f"step {step}, {name} frame", "does not match its seal")
 
     def _missing(self, step: int, rows: list[FrameRow]) -> TraceReadError:
         there = {schema.row_place(row[0])[1] for row in rows}
@@ -227,16 +250,16 @@ class TraceReader:
             return corrupt(self.path, f"step {step}, {' and '.join(gone)} frame", "is missing")
         return corrupt(self.path, f"step {step}", "has another number of rows than it lists")
 
-    def _read_documents(self) -> dict[str, tuple[str, bytes]]:
+    def _read_documents(self) -> dict[str, tuple[bytes, bytes]]:
         documents = {}
-        for name, text, seal in self._connection.execute("SELECT * FROM documents"):
-            row = f"the {name} record"
+        for raw_name, text, seal in self._connection.execute("SELECT * FROM documents"):
+            name = _shown(raw_name)
             try:
                 matches = seals.seal_document(name, text) == seal
             except _MALFORMED:
                 matches = False
             if not matches:
-                raise corrupt(self.path, row, "does not match its seal")
+                raise corrupt(self.path, f"the {name} record", "does not match its seal")
             documents[name] = (text, seal)
         if schema.MANIFEST not in documents:
             raise corrupt(self.path, "the manifest record", "is missing")
@@ -264,7 +287,9 @@ class TraceReader:
         names = row[9]
         kinds = self._kinds.get(names)
         if kinds is None:
-            kinds = self._kinds[names] = tuple(Kind(name) for name in names.split(",") if name)
+            kinds = self._kinds[names] = tuple(
+                schema.KINDS[name] for name in names.split(b",") if name
+            )
         ids = row[2]
         return StepRecord(
             row[0],
@@ -274,12 +299,12 @@ class TraceReader:
             struct.unpack("<2d", row[4]),
             struct.unpack("<2q", row[5]),
             row[6],
-            row[7],
-            row[8],
+            row[7].decode(),
+            row[8].decode(),
             kinds,
         )
 
-    def _read_closing(self, document: tuple[str, bytes] | None, chain: bytes) -> Closing:
+    def _read_closing(self, document: tuple[bytes, bytes] | None, chain: bytes) -> Closing:
         count = len(self.steps)
         if document is None:
             reason = (
@@ -308,7 +333,7 @@ class TraceReader:
         )
 
     def _read_layout(self, number: int) -> tuple[Layout, bytes]:
-        row = f"layout {number}"
+        row = f"layout {_shown(number)}"
         try:
             found = self._connection.execute(
                 "SELECT json, seal FROM layouts WHERE id = ?", (number,)
@@ -318,7 +343,7 @@ class TraceReader:
             text, seal = found
             if seals.seal_layout(text) == seal:
                 return Layout.from_json(json.loads(text)), seal
-        except sqlite3.Error as error:
+        except READ_FAILURES as error:
             raise corrupt(self.path, row, f"cannot be read ({error})") from error
         except _MALFORMED as error:
             if isinstance(error, TraceReadError):
@@ -343,3 +368,8 @@ def _digest_tensor(digests: bytes | None) -> Tensor | None:
     if not digests:
         return torch.empty((0, 2), dtype=torch.int64)
     return torch.frombuffer(bytearray(digests), dtype=torch.int64).view(-1, 2)
+
+
+def _shown(text: object) -> str:
+    """Return a text column, damaged or not, for a message."""
+    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)

@@ -21,6 +21,7 @@ from types import TracebackType
 from fliptrace.errors import FliptraceError, InputError, StorageError
 from fliptrace.manifest import Manifest
 from fliptrace.store import schema, seals
+from fliptrace.store.creation import reserve
 from fliptrace.trace import Closing, Frame, Layout, StepRecord
 
 Frames = Sequence[Frame]
@@ -226,7 +227,7 @@ class TraceWriter:
 
     def _insert_frame(self, place: int, frame: Frame) -> bytes:
         layout, layout_seal = self._layout(frame.layout)
-        kind = frame.kind.value
+        kind = frame.kind.value.encode()
         digests = None if frame.digests is None else frame.digests.contiguous().numpy().tobytes()
         payload = memoryview(frame.payload).cast("B")
         parts = max(1, -(-len(payload) // schema.PART_BYTES))
@@ -245,7 +246,7 @@ class TraceWriter:
         known = self._layout_cache.get(id(layout))
         if known is not None:
             return known[1], known[2]
-        text = json.dumps(layout.to_json(), separators=(",", ":"))
+        text = json.dumps(layout.to_json(), separators=(",", ":")).encode()
         seal = seals.seal_layout(text)
         number = self._layout_ids.get(seal)
         if number is None:
@@ -266,7 +267,7 @@ class TraceWriter:
 
     # In the calling thread, while no writer thread runs.
 
-    def _start(self, manifest: str) -> None:
+    def _start(self, manifest: bytes) -> None:
         execute = self._connection.execute
         execute(f"PRAGMA page_size = {schema.PAGE_BYTES}")
         execute("PRAGMA journal_mode = WAL")
@@ -294,7 +295,7 @@ class TraceWriter:
             "payload_bytes": self._counts["payload_bytes"],
             "chain": self._chain.hex(),
         }
-        text = json.dumps(document, sort_keys=True)
+        text = json.dumps(document, sort_keys=True).encode()
         try:
             self._connection.execute(
                 schema.INSERT_DOCUMENT,
@@ -331,7 +332,7 @@ class TraceWriter:
         )
 
 
-def step_columns(step: StepRecord, frame_seals: bytes) -> tuple[int | str | bytes, ...]:
+def step_columns(step: StepRecord, frame_seals: bytes) -> seals.StepColumns:
     """Return a step as it is stored, without its own seal.
 
     Logits go in as 64-bit floats in a blob: a REAL column would lose the sign of zero and turn NaN into NULL.
@@ -344,38 +345,33 @@ def step_columns(step: StepRecord, frame_seals: bytes) -> tuple[int | str | byte
         struct.pack("<2d", *step.top_values),
         struct.pack("<2q", *step.top_ids),
         step.tied,
-        step.cache_digest,
-        step.cache_digest_full,
-        ",".join(step.frames),
+        step.cache_digest.encode(),
+        step.cache_digest_full.encode(),
+        ",".join(step.frames).encode(),
         frame_seals,
     )
 
 
-def _manifest_text(manifest: Manifest) -> str:
+def _manifest_text(manifest: Manifest) -> bytes:
     try:
-        text = manifest.to_json()
-        text.encode()
+        return manifest.to_json().encode()
     except (TypeError, ValueError) as error:
         raise InputError(
             f"a manifest holds JSON values in valid Unicode; this one does not ({error})"
         ) from error
-    return text
 
 
 def _create(path: Path) -> sqlite3.Connection:
-    for taken in (path, Path(f"{path}-wal"), Path(f"{path}-journal")):
-        if taken.exists() or taken.is_symlink():
+    for leftover in (Path(f"{path}-wal"), Path(f"{path}-journal")):
+        if leftover.exists():
+            # SQLite would take it for a part of the new file.
             raise InputError(
-                f"a trace is written to a path that is free; {taken} exists. Choose another path or move it away"
+                f"{leftover} is left over from another trace. Choose another path or move it away"
             )
-    if not path.parent.is_dir():
-        raise InputError(
-            f"a trace is written into a folder that exists; {path.parent} is none. Create it first"
-        )
+    reserve(path)
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
+    except sqlite3.Error as error:
         raise StorageError(
-            f"{path}: the trace could not be created ({error}). Choose another folder"
+            f"{path} could not be created ({error}). Choose another folder"
         ) from error

@@ -64,8 +64,10 @@ TABLES: Final = {
 # Text travels as UTF-8 bytes on both sides: what is damaged must reach its seal before it is decoded.
 INSERT_DOCUMENT: Final = "INSERT INTO documents VALUES (?, CAST(? AS TEXT), ?)"
 INSERT_LAYOUT: Final = "INSERT INTO layouts VALUES (?, CAST(? AS TEXT), ?)"
-INSERT_STEP: Final = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?,"
-    " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
+INSERT_STEP: Final = (
+    "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, "
+    "CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
+)
 INSERT_FRAME: Final = "INSERT INTO frames VALUES (?, CAST(? AS TEXT), ?, ?, ?, ?)"
 
 KINDS: Final = {kind.value.encode(): kind for kind in Kind}

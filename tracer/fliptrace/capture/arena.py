@@ -2,8 +2,8 @@
 
 A decode step of a 30-layer model reports some 500 small tensors. Digesting each when it arrives would launch ten
 operations per tensor; copying each into its slot of one buffer launches one, and at the end of the step a dozen
-operations digest all slots together. Slots begin on whole 64-bit words and their padding stays zero, so the digests equal
-those of fliptrace.numerics.digest_rows, which is the specification (a test holds the two together).
+operations digest all slots together. Slots begin on whole 64-bit words and their padding stays zero, so the digests
+equal those of fliptrace.numerics.digest_rows, which is the specification (a test holds the two together).
 """
 
 from __future__ import annotations
@@ -59,14 +59,20 @@ class Arena:
         self.slots: list[Tensor] = []
         for slot, start in zip(slots, starts, strict=True):
             first = start * _WORD_BYTES
-            self.slots.append(data[first : first + slot.size_bytes].view(slot.dtype).view(slot.shape))
+            self.slots.append(
+                data[first : first + slot.size_bytes].view(slot.dtype).view(slot.shape)
+            )
         self.starts_bytes = [start * _WORD_BYTES for start in starts]
         self.sizes_bytes = [slot.size_bytes for slot in slots]
         positions = [torch.arange(count, dtype=torch.int64) for count in words]
         self._positions = torch.cat(positions).to(device) if positions else self.buffer
         self._last = (ends - 1).to(device)
-        self._row_bytes = torch.tensor([[slot.size_bytes] for slot in slots], dtype=torch.int64, device=device)
-        self._tags = torch.tensor([[dtype_tag(slot.dtype)] for slot in slots], dtype=torch.int64, device=device)
+        self._row_bytes = torch.tensor(
+            [[slot.size_bytes] for slot in slots], dtype=torch.int64, device=device
+        )
+        self._tags = torch.tensor(
+            [[dtype_tag(slot.dtype)] for slot in slots], dtype=torch.int64, device=device
+        )
 
     def digests(self) -> Tensor:
         """Digest every slot's row, int64 [slots, 2] on the buffer's device.

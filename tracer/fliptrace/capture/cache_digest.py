@@ -1,8 +1,8 @@
 """The digest of a whole cache, kept up to date by additions and checked against the cache itself from time to time.
 
 Every key row and every value row of every layer is digested once, when it is written. The cache's digest is a sum of
-those row digests, each bound to its layer, to K or V, and to its absolute position; a decode step adds to it. Recomputing
-it from the cache shows whether anything changed rows after they were recorded.
+those row digests, each bound to its layer, to K or V, and to its absolute position; a decode step adds to it.
+Recomputing it from the cache shows whether anything changed rows after they were recorded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class RollingCacheDigest:
         self._index = {layer: number for number, layer in enumerate(layers)}
         self._layers = tuple(layers)
         self._sums = torch.zeros((len(layers), 2), dtype=torch.int64, device=device)
-        halves = torch.tensor([[2 * layer, 2 * layer + 1] for layer in layers], dtype=torch.int64, device=device)
+        halves = torch.tensor(
+            [[2 * layer, 2 * layer + 1] for layer in layers], dtype=torch.int64, device=device
+        )
         self._bases = (halves << _POSITION_BITS).unsqueeze(2)  # [layers, 2, 1]
         self._windowed: dict[int, list[Tensor]] = {}
 
@@ -79,7 +81,9 @@ class RollingCacheDigest:
             number = self._index[layer]
             held = found[layer]
             digests = cache_row_digests(held.values).unsqueeze(0)
-            now = self._terms(digests, self._bases[number : number + 1], held.first_position).sum((1, 2))[0]
+            now = self._terms(digests, self._bases[number : number + 1], held.first_position).sum(
+                (1, 2)
+            )[0]
             if not torch.equal(now, self._expected(layer, held)):
                 raise RecordingError(
                     f"after step {step} the cache of layer {layer} (positions {held.first_position} to "
@@ -94,7 +98,11 @@ class RollingCacheDigest:
         Args:
             windows: layer -> window, None for full attention. Called once, before the first ``add``.
         """
-        self._windowed = {layer: [] for layer, window in windows.items() if window is not None and layer in self._index}
+        self._windowed = {
+            layer: []
+            for layer, window in windows.items()
+            if window is not None and layer in self._index
+        }
 
     def _expected(self, layer: int, held: CacheLayer) -> Tensor:
         number = self._index[layer]
@@ -102,12 +110,16 @@ class RollingCacheDigest:
             return self._sums[number]
         rows = torch.cat(self._windowed[layer], dim=1)[:, -held.values.shape[1] :]
         self._windowed[layer] = [rows]
-        return self._terms(rows.unsqueeze(0), self._bases[number : number + 1], held.first_position).sum((1, 2))[0]
+        return self._terms(
+            rows.unsqueeze(0), self._bases[number : number + 1], held.first_position
+        ).sum((1, 2))[0]
 
     @staticmethod
     def _terms(row_digests: Tensor, bases: Tensor, first_position: int) -> Tensor:
         """Bind digests [layers, 2, T, 2] to layer, K or V, and position."""
         count = row_digests.shape[2]
-        offsets = torch.arange(first_position, first_position + count, dtype=torch.int64, device=row_digests.device)
+        offsets = torch.arange(
+            first_position, first_position + count, dtype=torch.int64, device=row_digests.device
+        )
         positions = (bases + offsets).reshape(-1)
         return position_terms(row_digests.reshape(-1, 2), positions).view_as(row_digests)

@@ -1,8 +1,9 @@
 """What an engine must do so that executions on it can be recorded, compared and, later, edited.
 
-An engine runs one prompt at a time, one forward at a time. It owns a model with a LoRA adapter, a cache and a reduction;
-it knows nothing of files, verdicts or sampling. Whoever implements these methods as their docstrings say gets the
-recorder, ``trace-pair`` and the comparison for nothing. fliptrace.capture.transformers_engine is one implementation.
+An engine runs one prompt at a time, one forward at a time. It owns a model with a LoRA adapter, a cache and a
+reduction; it knows nothing of files, verdicts or sampling. Whoever implements these methods as their docstrings say
+gets the recorder, ``trace-pair`` and the comparison for nothing. fliptrace.capture.transformers_engine is one
+implementation.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ class Engine(Protocol):
         """
         ...
 
-    def observed(self, observer: Observer, *, modules: bool = False) -> AbstractContextManager[None]:
+    def observed(
+        self, observer: Observer, *, modules: bool = False
+    ) -> AbstractContextManager[None]:
         """Report to an observer while inside; without one an engine has no hooks at all.
 
         Args:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
-_DISTRIBUTIONS = ("fliptrace", "torch", "transformers", "peft", "tokenizers", "safetensors", "triton", "vllm")
+_DISTRIBUTIONS = (
+    "fliptrace",
+    "torch",
+    "transformers",
+    "peft",
+    "tokenizers",
+    "safetensors",
+    "triton",
+    "vllm",
+)
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_LAUNCH_BLOCKING",
@@ -59,7 +69,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def _processor() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             for line in file:
                 if line.startswith("model name"):
                     return line.split(":", 1)[1].strip()
@@ -70,7 +80,7 @@ def _processor() -> str:
 
 def _driver() -> str:
     try:
-        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+        with Path("/proc/driver/nvidia/version").open(encoding="utf-8") as file:
             return file.readline().strip()
     except OSError:
         return "unknown"

@@ -1,7 +1,8 @@
 """The observer control: does recording change what is recorded?
 
-Asking for more has changed greedy outputs in other tools. So the same prompt is run twice under one repeatable reduction
-(or one schedule seed), once recorded and once not, and tokens and digests of the whole logits rows must agree.
+Asking for more has changed greedy outputs in other tools. So the same prompt is run twice under one repeatable
+reduction (or one schedule seed), once recorded and once not, and tokens and digests of the whole logits rows must
+agree.
 """
 
 from __future__ import annotations
@@ -64,17 +65,21 @@ def observer_control(
         if before != after:
             raise ObserverEffectError(
                 f"recording changed the execution: at step {step} the unrecorded run chose token {before[0]} (logits "
-                f"digest {before[1]}) and the recorded run token {after[0]} ({after[1]}) under {reduction['identity']}. "
-                "Nothing recorded on this machine can be trusted; please report it with your manifest"
+                f"digest {before[1]}) and the recorded run token {after[0]} ({after[1]}) under "
+                f"{reduction['identity']}. Nothing recorded on this machine can be trusted; please report it with your manifest"
             )
     return (
-        f"{len(plain)} steps under {reduction['identity']} ({reduction['schedule']}), recorded and unrecorded: tokens and "
-        "digests of all logits equal"
+        f"{len(plain)} steps under {reduction['identity']} ({reduction['schedule']}), recorded and unrecorded: tokens "
+        "and digests of all logits equal"
     )
 
 
 def _generate(
-    engine: Engine, prompt_ids: Sequence[int], end_ids: Collection[int], steps: int, recorder: Recorder | None
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    end_ids: Collection[int],
+    steps: int,
+    recorder: Recorder | None,
 ) -> list[tuple[int, str]]:
     seen: list[tuple[int, str]] = []
 

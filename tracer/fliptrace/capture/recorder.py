@@ -19,11 +19,17 @@ from torch import Tensor
 from fliptrace.capture.cache_digest import RollingCacheDigest
 from fliptrace.capture.decoding import Choice
 from fliptrace.capture.engine import Engine
-from fliptrace.capture.step_capture import ArenaCapture, CaptureKeys, RowsCapture, StepCapture, single_frame, tensor_bytes
+from fliptrace.capture.frames import operation_frames, single_frame, tensor_bytes
+from fliptrace.capture.step_capture import (
+    ArenaCapture,
+    CaptureKeys,
+    RowsCapture,
+    StepCapture,
+)
 from fliptrace.errors import RecordingError
 from fliptrace.numerics import digest_hex
 from fliptrace.store import TraceWriter
-from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, StepRecord
+from fliptrace.trace import Frame, Kind, StepRecord
 
 #: Full logits are kept where the two best are at most this many ULP of the head's dtype apart: where flips happen.
 NEAR_TIE_ULP = 2
@@ -54,7 +60,9 @@ class RecorderOptions:
         return {
             "operands": "values and row digests" if self.operands else "row digests",
             "modules": self.modules,
-            "logits": "whole" if self.full_logits else f"64 largest, whole where the top two are within {NEAR_TIE_ULP} ULP",
+            "logits": "whole"
+            if self.full_logits
+            else f"64 largest, whole where the top two are within {NEAR_TIE_ULP} ULP",
             "cache_check_steps": CACHE_CHECK_STEPS,
             "redacted": self.redaction_key is not None,
         }
@@ -63,7 +71,9 @@ class RecorderOptions:
 class Recorder:
     """Observes an engine and writes a trace; one recorder per execution."""
 
-    def __init__(self, engine: Engine, writer: TraceWriter, options: RecorderOptions, *, queue_steps: int = 2) -> None:
+    def __init__(
+        self, engine: Engine, writer: TraceWriter, options: RecorderOptions, *, queue_steps: int = 2
+    ) -> None:
         """Prepare to record what ``engine`` runs next.
 
         Args:
@@ -106,7 +116,9 @@ class Recorder:
     def shrink(self, site: int, operand: Tensor, output: Tensor, launch: str) -> None:
         """A shrink ran."""
         if self._launches[site]:
-            raise RecordingError(f"{self._sites[site].name} reported two shrinks in step {self._step}")
+            raise RecordingError(
+                f"{self._sites[site].name} reported two shrinks in step {self._step}"
+            )
         self._launches[site] = launch
         self._running().shrink(site, operand, output)
 
@@ -134,7 +146,9 @@ class Recorder:
         """
         for what, reported in (("shrink", self._launches), ("projection", self._projected)):
             if not all(reported):
-                silent = next(site for site, fired in zip(self._sites, reported, strict=True) if not fired)
+                silent = next(
+                    site for site, fired in zip(self._sites, reported, strict=True) if not fired
+                )
                 fired = sum(map(bool, reported))
                 raise RecordingError(
                     f"{silent.name} reported no {what} in step {self._step}; {fired} of {len(self._sites)} sites did. "
@@ -163,7 +177,9 @@ class Recorder:
         captured = capture.finish(logits)
         digest, full_digest = self._roll(captured.cache_row_digests, logits.device)
         whole = self.options.full_logits or _near_tie(choice, logits.dtype)
-        whole_logits = logits.detach().clone() if whole and self.options.redaction_key is None else None
+        whole_logits = (
+            logits.detach().clone() if whole and self.options.redaction_key is None else None
+        )
         launches = tuple(self._launches)
         record = StepRecord(
             step=step,
@@ -187,12 +203,18 @@ class Recorder:
                 frames.append(single_frame(step, Kind.LOGITS_FULL, whole_logits.cpu()))
             frames.extend(operation_frames(step, operations))
             kinds = tuple(str(frame.kind) for frame in frames)
-            return dataclasses.replace(record, cache_digest=digest_hex(digest.cpu()), frames=kinds), frames
+            return dataclasses.replace(
+                record, cache_digest=digest_hex(digest.cpu()), frames=kinds
+            ), frames
 
         self.writer.write_step(None, assemble)
         if self._arena is None and isinstance(capture, RowsCapture):
             self._arena = ArenaCapture(
-                self._keys, capture.slots, logits.device, operands=self.options.operands, buffers=self._buffers
+                self._keys,
+                capture.slots,
+                logits.device,
+                operands=self.options.operands,
+                buffers=self._buffers,
             )
         self._capture = None
 
@@ -227,32 +249,17 @@ class Recorder:
 
 def keyed_hash(token: int, key: bytes) -> int:
     """Return a 56-bit keyed hash of a token id: equal ids stay equal within one key, and the key is never stored."""
-    return int.from_bytes(hashlib.blake2b(token.to_bytes(8, "little"), key=key, digest_size=7).digest(), "little")
-
-
-def operation_frames(step: int, operations: Sequence[tuple[str, bool, Tensor, Tensor]]) -> list[Frame]:
-    """Build the frames of module and operation digests, each in the order in which things ran."""
-    frames = []
-    for is_module, kinds in (
-        (True, (Kind.MODULE_INPUT, Kind.MODULE_OUTPUT)),
-        (False, (Kind.OPERATION_INPUT, Kind.OPERATION_OUTPUT)),
-    ):
-        chosen = [operation for operation in operations if operation[1] is is_module]
-        if not chosen:
-            continue
-        for place, kind in enumerate(kinds):
-            tensors = [operation[2 + place].cpu() for operation in chosen]
-            entries = tuple(
-                LayoutEntry(operation[0], "int64", tuple(tensor.shape))
-                for operation, tensor in zip(chosen, tensors, strict=True)
-            )
-            frames.append(Frame(step, kind, Layout(entries), b"".join(map(tensor_bytes, tensors))))
-    return frames
+    return int.from_bytes(
+        hashlib.blake2b(token.to_bytes(8, "little"), key=key, digest_size=7).digest(), "little"
+    )
 
 
 def _near_tie(choice: Choice, dtype: torch.dtype) -> bool:
     """Tell whether the two best logits are at most NEAR_TIE_ULP of the head's dtype apart."""
     best, second = choice.top_values
     magnitude = torch.tensor(abs(best)).to(dtype)
-    step = float(torch.nextafter(magnitude, torch.tensor(float("inf"), dtype=dtype)).float() - magnitude.float())
+    step = float(
+        torch.nextafter(magnitude, torch.tensor(float("inf"), dtype=dtype)).float()
+        - magnitude.float()
+    )
     return best - second <= NEAR_TIE_ULP * step

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from fliptrace.capture.arena import Arena, Slot
 from fliptrace.capture.cache_digest import cache_row_digests
-from fliptrace.numerics.digest import digest_rows, digest_tensor, mix_words, position_terms, shape_mixed
+from fliptrace.capture.frames import TOP_LOGITS, logits_frames, tensor_bytes, top_logits
+from fliptrace.numerics.digest import (
+    digest_rows,
+    digest_tensor,
+    mix_words,
+    position_terms,
+    shape_mixed,
+)
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
-
-TOP_LOGITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,11 @@ class RowsCapture:
         self._shrinks[site] = output.detach().clone()
         self.slots.shrinks[site] = Slot((1, output.shape[-1]), output.dtype)
         self.slots.operands[site] = Slot((1, 1, operand.shape[-1]), operand.dtype)
-        if self._last is not None and self._last[0] is operand and self._last[1] == operand._version:
+        if (
+            self._last is not None
+            and self._last[0] is operand
+            and self._last[1] == operand._version
+        ):
             digests, values = self._last[2:]  # q, k and v read one tensor
         else:
             rows = operand.reshape(-1, operand.shape[-1])
@@ -142,7 +151,9 @@ class RowsCapture:
                 built.append(Frame(step, kind, Layout(tuple(entries)), payload, digests.get(kind)))
             return [*built, *logits_frames(step, values, ids, logits_digest)]
 
-        return CapturedStep(torch.stack(rows) if rows else torch.empty((0, 2, 0, 2), dtype=torch.int64), frames)
+        return CapturedStep(
+            torch.stack(rows) if rows else torch.empty((0, 2, 0, 2), dtype=torch.int64), frames
+        )
 
 
 @dataclass
@@ -159,13 +170,19 @@ class ArenaSlots:
 class ArenaCapture:
     """Keeps decode steps, one after another, in buffers of fixed size.
 
-    The device buffer is reused every step: its copies to the host are ordered before the next step's writes on the same
-    stream. Host buffers are ``buffers`` in number and used in turn, so that a step's bytes stay while the store's thread
-    has up to ``buffers - 2`` steps to write.
+    The device buffer is reused every step: its copies to the host are ordered before the next step's writes on the
+    same stream. Host buffers are ``buffers`` in number and used in turn, so that a step's bytes stay while the store's
+    thread has up to ``buffers - 2`` steps to write.
     """
 
     def __init__(
-        self, keys: CaptureKeys, slots: ArenaSlots, device: torch.device, *, operands: bool, buffers: int
+        self,
+        keys: CaptureKeys,
+        slots: ArenaSlots,
+        device: torch.device,
+        *,
+        operands: bool,
+        buffers: int,
     ) -> None:
         """Allocate for these slots."""
         self.keys = keys
@@ -183,8 +200,12 @@ class ArenaCapture:
         starts = [0]
         for group in groups:
             starts.append(starts[-1] + len(group))
-        self._first = dict(zip(("shrink", "cache", "operand", "projection", "logits", "end"), starts, strict=True))
-        self._cache_place = {layer: starts[1] + 2 * number for number, layer in enumerate(keys.cache_layers)}
+        self._first = dict(
+            zip(("shrink", "cache", "operand", "projection", "logits", "end"), starts, strict=True)
+        )
+        self._cache_place = {
+            layer: starts[1] + 2 * number for number, layer in enumerate(keys.cache_layers)
+        }
         exported = starts[3] if operands else starts[2]
         self._exported_bytes = self.arena.starts_bytes[exported] if exported < starts[-1] else 0
         self._layouts = self._make_layouts(shrinks, caches, operand_slots)
@@ -241,7 +262,9 @@ class ArenaCapture:
         values, ids = top_logits(logits)
         host = self._host[self._turn % len(self._host)]
         self._turn += 1
-        host.records.copy_(self.arena.buffer.view(torch.uint8)[: self._exported_bytes], non_blocking=True)
+        host.records.copy_(
+            self.arena.buffer.view(torch.uint8)[: self._exported_bytes], non_blocking=True
+        )
         host.digests.copy_(digests, non_blocking=True)
         host.top_values.copy_(values, non_blocking=True)
         host.top_ids.copy_(ids, non_blocking=True)
@@ -279,8 +302,19 @@ class ArenaCapture:
             )
             self._shrink_layouts[launches] = layout
         built = [
-            Frame(step, Kind.SHRINK, layout, self._payload(host, "shrink", "cache"), self._record_digests(rows)),
-            Frame(step, Kind.OPERAND, self._layouts[Kind.OPERAND], tensor_bytes(digests.index_select(0, index))),
+            Frame(
+                step,
+                Kind.SHRINK,
+                layout,
+                self._payload(host, "shrink", "cache"),
+                self._record_digests(rows),
+            ),
+            Frame(
+                step,
+                Kind.OPERAND,
+                self._layouts[Kind.OPERAND],
+                tensor_bytes(digests.index_select(0, index)),
+            ),
             Frame(
                 step,
                 Kind.PROJECTION,
@@ -317,7 +351,9 @@ class ArenaCapture:
         if arena.contiguous(start, stop - start):
             return bytes(data[arena.starts_bytes[start] : arena.starts_bytes[stop]])
         return b"".join(
-            data[arena.starts_bytes[slot] : arena.starts_bytes[slot] + arena.sizes_bytes[slot]].tobytes()
+            data[
+                arena.starts_bytes[slot] : arena.starts_bytes[slot] + arena.sizes_bytes[slot]
+            ].tobytes()
             for slot in range(start, stop)
         )
 
@@ -334,7 +370,9 @@ class ArenaCapture:
         digest = mix_words(position_terms(rows, halves).view(-1, 2, 2).sum(1))
         shapes = [entry.shape for entry in self._layouts[Kind.CACHE].entries]
         for dimension in range(4):
-            digest = shape_mixed(digest, torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64))
+            digest = shape_mixed(
+                digest, torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64)
+            )
         return digest
 
     def _make_layouts(
@@ -353,7 +391,11 @@ class ArenaCapture:
             Kind.PROJECTION: digest_layout,
             Kind.CACHE: Layout(
                 tuple(
-                    LayoutEntry(f"cache.{layer}", dtype_name(slot.dtype), (2, 1, slot.shape[0], slot.shape[2]))
+                    LayoutEntry(
+                        f"cache.{layer}",
+                        dtype_name(slot.dtype),
+                        (2, 1, slot.shape[0], slot.shape[2]),
+                    )
                     for layer, slot in zip(keys.cache_layers, caches[::2], strict=True)
                 )
             ),
@@ -374,37 +416,6 @@ class _HostBuffers:
     digests: Tensor
     top_values: Tensor
     top_ids: Tensor
-
-
-def top_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the TOP_LOGITS largest logits with their token ids, on the device, in no promised order among equals."""
-    values, ids = logits.topk(min(TOP_LOGITS, logits.shape[0]))
-    return values, ids
-
-
-def logits_frames(step: int, values: Tensor, ids: Tensor, digest: Tensor) -> list[Frame]:
-    """Build the three frames of a logits row, largest first and the lowest id first among equals."""
-    numbers, names = values.float().tolist(), ids.tolist()
-    order = sorted(range(len(names)), key=lambda place: (-numbers[place], names[place]))
-    index = torch.tensor(order, dtype=torch.int64)
-    values, ids = values[index], ids[index]
-    return [
-        single_frame(step, Kind.LOGITS_TOP, values),
-        single_frame(step, Kind.LOGITS_TOP_IDS, ids),
-        single_frame(step, Kind.LOGITS_DIGEST, digest),
-    ]
-
-
-def single_frame(step: int, kind: Kind, tensor: Tensor) -> Frame:
-    """Build a frame of one record under the key ``logits``."""
-    layout = Layout((LayoutEntry("logits", dtype_name(tensor.dtype), tuple(tensor.shape)),))
-    return Frame(step, kind, layout, tensor_bytes(tensor))
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return a host tensor's bytes in row-major order."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 def _to_host(groups: dict[Kind, list[Tensor]]) -> dict[Kind, list[Tensor]]:

@@ -38,7 +38,9 @@ class ObservableCache(DynamicCache):
         """Store rows [1, kv_heads, T, head_dim]; see transformers.Cache.update."""
         if self.observer is not None:
             self.observer.cache_rows(layer_idx, key_states[0], value_states[0])
-        result: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        result: tuple[Tensor, Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
         return result
 
 
@@ -107,7 +109,9 @@ def write_cache(
                 f"cache layer {content.layer} after {length} tokens holds {kept} rows (window {window}); "
                 f"got {content.values.shape[1]}"
             )
-        heads = content.values.to(rows[content.layer].device).transpose(1, 2).contiguous()  # [2, kv_heads, T, head_dim]
+        heads = (
+            content.values.to(rows[content.layer].device).transpose(1, 2).contiguous()
+        )  # [2, kv_heads, T, head_dim]
         layer.lazy_initialization(heads[:1], heads[1:])
         layer.keys, layer.values = heads[:1].clone(), heads[1:].clone()
         if window is not None:
@@ -117,7 +121,11 @@ def write_cache(
 
 def _check_rows(content: CacheLayer, row: CacheRow) -> None:
     values = content.values
-    if values.dim() == 4 and (values.shape[0], values.shape[2:], values.dtype) == (2, row.shape, row.dtype):
+    if values.dim() == 4 and (values.shape[0], values.shape[2:], values.dtype) == (
+        2,
+        row.shape,
+        row.dtype,
+    ):
         return
     raise InputError(
         f"cache layer {content.layer} needs {row.dtype} [2, T, {', '.join(map(str, row.shape))}]; "

@@ -7,23 +7,35 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from fliptrace_kernels import ArrivalSchedule, ReductionError, parse_reduction
 from torch import Tensor, nn
 
 from fliptrace.capture.engine import CacheLayer, Observer, ShrinkInterceptor
 from fliptrace.capture.environment import describe_environment
-from fliptrace.capture.transformers_engine.cache import CacheRow, ObservableCache, new_cache, read_cache, write_cache
+from fliptrace.capture.transformers_engine.cache import (
+    CacheRow,
+    ObservableCache,
+    new_cache,
+    read_cache,
+    write_cache,
+)
 from fliptrace.capture.transformers_engine.loading import LoadedModel, forward_accepts
 from fliptrace.capture.transformers_engine.operations import OperationObserver, QuietObserver
-from fliptrace.capture.transformers_engine.shrink_module import Shrink, ShrinkRuntime, ShrinkThenRound
+from fliptrace.capture.transformers_engine.shrink_module import (
+    Shrink,
+    ShrinkRuntime,
+    ShrinkThenRound,
+)
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
+from fliptrace_kernels import ArrivalSchedule, ReductionError, parse_reduction
 
 
 class TransformersEngine:
     """Runs a LoRA model of transformers and PEFT; see fliptrace.capture.engine.Engine for what each method promises."""
 
-    def __init__(self, loaded: LoadedModel, *, reduction: str = "unsplit", seed: int | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, reduction: str = "unsplit", seed: int | None = None
+    ) -> None:
         """Put a Shrink in the place of every ``lora_A``.
 
         Args:
@@ -42,8 +54,12 @@ class TransformersEngine:
         self.runtime.site_count = len(self._shrinks)
         self._sites = tuple(Site.from_path(path) for path, _ in self._layers)
         self._cache: ObservableCache | None = None
-        self._cache_argument = "cache" if forward_accepts(self.model, "cache") else "past_key_values"
-        self._keep_last = {"logits_to_keep": 1} if forward_accepts(self.model, "logits_to_keep") else {}
+        self._cache_argument = (
+            "cache" if forward_accepts(self.model, "cache") else "past_key_values"
+        )
+        self._keep_last = (
+            {"logits_to_keep": 1} if forward_accepts(self.model, "logits_to_keep") else {}
+        )
         self._observer: Observer | None = None
         self._operations: OperationObserver | None = None
         self._pending: tuple[int, ...] = ()
@@ -88,7 +104,11 @@ class TransformersEngine:
                 "identity": str(reduction),
                 "description": reduction.describe(),
                 "repeatable_by_construction": reduction.is_repeatable,
-                "schedule": schedule.describe() if schedule else "hardware" if not reduction.is_repeatable else "none",
+                "schedule": schedule.describe()
+                if schedule
+                else "hardware"
+                if not reduction.is_repeatable
+                else "none",
                 "seed": schedule.seed if schedule else None,
             },
             "engine": {
@@ -149,7 +169,9 @@ class TransformersEngine:
     @property
     def context_length(self) -> int | None:
         """How many positions the model has, None when it does not say."""
-        value = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        value = getattr(
+            self.model.config.get_text_config(decoder=True), "max_position_embeddings", None
+        )
         return int(value) if value else None
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
@@ -160,24 +182,38 @@ class TransformersEngine:
 
     @torch.no_grad()
     def step(self, token_id: int | None = None) -> Tensor:
-        """Run one forward and return the last row's logits."""  # no_grad, not inference_mode: recorders read version counters
+        """Run one forward and return the last row's logits."""
+        # no_grad and not inference_mode above: recorders read version counters
         if self._cache is None:
             raise RecordingError(
                 "start(prompt_ids) must come before step(), also after a step that failed: its cache is half written"
             )
         ids = self._pending if self.runtime.step == 0 else (token_id,)
         if None in ids or (self.runtime.step == 0 and token_id is not None):
-            raise InputError("the first step runs the prompt and takes no token; every later step takes one")
+            raise InputError(
+                "the first step runs the prompt and takes no token; every later step takes one"
+            )
         self._check_ids(ids, "token ids")  # type: ignore[arg-type]
         limit = self.context_length
         if limit is not None and self._position + len(ids) > limit:
-            raise InputError(f"the context of {limit} positions is full at step {self.runtime.step}")
+            raise InputError(
+                f"the context of {limit} positions is full at step {self.runtime.step}"
+            )
         if self._observer is not None:
             self._observer.begin_step(self.runtime.step, self._position, ids)  # type: ignore[arg-type]
         inputs = torch.tensor([ids], dtype=torch.long, device=self.device)
-        cache, self._cache = self._cache, None  # a forward that fails leaves a cache that nothing may go on from
-        with self._operations.recording(len(ids), self._position) if self._operations else contextlib.nullcontext():
-            output = self.model(input_ids=inputs, use_cache=True, **{self._cache_argument: cache}, **self._keep_last)
+        cache, self._cache = (
+            self._cache,
+            None,
+        )  # a forward that fails leaves a cache that nothing may go on from
+        with (
+            self._operations.recording(len(ids), self._position)
+            if self._operations
+            else contextlib.nullcontext()
+        ):
+            output = self.model(
+                input_ids=inputs, use_cache=True, **{self._cache_argument: cache}, **self._keep_last
+            )
         logits: Tensor = output.logits[0, -1]
         if self._observer is not None:
             self._observer.end_step(logits)
@@ -197,7 +233,9 @@ class TransformersEngine:
             observer = QuietObserver(observer, self._operations)
         self._observer = observer
         try:
-            for index, ((_, layer), shrink) in enumerate(zip(self._layers, self._shrinks, strict=True)):
+            for index, ((_, layer), shrink) in enumerate(
+                zip(self._layers, self._shrinks, strict=True)
+            ):
                 handles.append(shrink.register_forward_hook(_shrink_hook(observer, index)))
                 handles.append(layer.register_forward_hook(_projection_hook(observer, index)))
             if self._cache is not None:
@@ -236,7 +274,9 @@ class TransformersEngine:
                 f"every cache layer of {list(self.cache_layers)} must be given, and none twice; got {given}"
             )
         if step < 1:
-            raise InputError(f"a cache precedes a decode step, so step must be at least 1; got {step}")
+            raise InputError(
+                f"a cache precedes a decode step, so step must be at least 1; got {step}"
+            )
         self._cache, self._position = write_cache(self.model, layers, self._cache_rows)
         self._cache.observer = self._observer
         self.runtime.step = step
@@ -250,22 +290,30 @@ class TransformersEngine:
             if not isinstance(adapters, nn.ModuleDict):
                 continue
             if len(getattr(layer, "lora_embedding_A", ())):
-                self._not_observed.append(f"LoRA on the embedding {path}: it has no shrink, so nothing is recorded of it")
+                self._not_observed.append(
+                    f"LoRA on the embedding {path}: it has no shrink, so nothing is recorded of it"
+                )
                 continue
-            if not isinstance(layer.base_layer, nn.Linear) or list(adapters) != list(layer.active_adapters):
+            if not isinstance(layer.base_layer, nn.Linear) or list(adapters) != list(
+                layer.active_adapters
+            ):
                 raise UnsupportedModelError(
                     f"{path} is a LoRA layer over {type(layer.base_layer).__name__} with adapters {list(adapters)}; "
                     "one active adapter over torch.nn.Linear can be traced"
                 )
             if getattr(layer, "lora_variant", None):
-                raise UnsupportedModelError(f"{path} computes a LoRA variant; only plain LoRA can be traced")
+                raise UnsupportedModelError(
+                    f"{path} computes a LoRA variant; only plain LoRA can be traced"
+                )
             (name,) = adapters
             module = ShrinkThenRound(adapters[name].weight, len(shrinks), self.runtime)
             adapters[name] = module
             layers.append((path, layer))
             shrinks.append(module.shrink)
         if not layers:
-            raise UnsupportedModelError("the adapter adds no LoRA layer over torch.nn.Linear: there is no shrink to trace")
+            raise UnsupportedModelError(
+                "the adapter adds no LoRA layer over torch.nn.Linear: there is no shrink to trace"
+            )
         return layers, shrinks
 
     def _settle_order(self) -> None:
@@ -275,13 +323,17 @@ class TransformersEngine:
             self.start((0,))
             self.step()
         self._cache_rows = {
-            layer.layer: CacheRow(tuple(layer.values.shape[2:]), layer.values.dtype, layer.values.device)
+            layer.layer: CacheRow(
+                tuple(layer.values.shape[2:]), layer.values.dtype, layer.values.device
+            )
             for layer in self.read_cache()
         }
         self._cache, self.runtime.step = None, 0
         fired = list(dict.fromkeys(order.sites))
         if sorted(fired) != list(range(len(self._shrinks))) or len(order.sites) != len(fired):
-            odd = next(index for index in range(len(self._shrinks)) if order.sites.count(index) != 1)
+            odd = next(
+                index for index in range(len(self._shrinks)) if order.sites.count(index) != 1
+            )
             raise UnsupportedModelError(
                 f"every LoRA layer must run exactly once in a forward; {self._sites[odd].path} ran "
                 f"{order.sites.count(odd)} times (a layer that is skipped or shared cannot be traced)"
@@ -329,8 +381,7 @@ def _shrink_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, An
 
 
 def _projection_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def hook(_module: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
         observer.projection(index, output)
 
     return hook
-

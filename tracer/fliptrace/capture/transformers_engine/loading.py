@@ -93,7 +93,7 @@ def load_model(
         traced.to(chosen_device).eval()
     model_dtype = _model_dtype(traced)
     weights = adapter_folder / "adapter_model.safetensors"
-    scalings = {name: value for name, value in _scalings(traced)}
+    scalings = dict(_scalings(traced))
     description["model"]["dtype"] = str(model_dtype).removeprefix("torch.")
     description["model"]["attention"] = attention
     description["adapter"] = {
@@ -116,7 +116,9 @@ def load_model(
         "vocabulary_sha256": hashlib.sha256(
             json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True).encode()
         ).hexdigest(),
-        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest()
+        if template
+        else None,
     }
     return LoadedModel(traced, tokenizer, chosen_device, model_dtype, description)
 
@@ -153,7 +155,9 @@ def _choose_device(device: str) -> torch.device:
                 "use --device cpu, or install a CUDA build of torch and a driver"
             )
         if chosen.index is not None and chosen.index >= torch.cuda.device_count():
-            raise InputError(f"device {device} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+            raise InputError(
+                f"device {device} was asked for, but there are {torch.cuda.device_count()} CUDA devices"
+            )
     return chosen
 
 
@@ -169,7 +173,9 @@ def _adapter_folder(adapter: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(adapter, allow_patterns=["adapter_config.json", "adapter_model.*"]))
+        return Path(
+            snapshot_download(adapter, allow_patterns=["adapter_config.json", "adapter_model.*"])
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
             f"adapter {adapter!r} is no folder here and could not be fetched from the model hub ({_first_line(error)})"
@@ -179,17 +185,36 @@ def _adapter_folder(adapter: str) -> Path:
 def _check_adapter(folder: Path) -> dict[str, Any]:
     path = folder / "adapter_config.json"
     if not path.is_file():
-        raise InputError(f"adapter folder {folder} has no adapter_config.json; a PEFT LoRA adapter was expected")
+        raise InputError(
+            f"adapter folder {folder} has no adapter_config.json; a PEFT LoRA adapter was expected"
+        )
     try:
         configuration: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON ({_first_line(error)})") from error
-    if not isinstance(configuration, dict) or str(configuration.get("peft_type", "")).upper() != "LORA":
-        kind = configuration.get("peft_type") if isinstance(configuration, dict) else type(configuration).__name__
-        raise UnsupportedModelError(f"a PEFT adapter of type LORA is required; {path} says {kind!r}")
+    if (
+        not isinstance(configuration, dict)
+        or str(configuration.get("peft_type", "")).upper() != "LORA"
+    ):
+        kind = (
+            configuration.get("peft_type")
+            if isinstance(configuration, dict)
+            else type(configuration).__name__
+        )
+        raise UnsupportedModelError(
+            f"a PEFT adapter of type LORA is required; {path} says {kind!r}"
+        )
     if not (folder / "adapter_model.safetensors").is_file():
-        pickled = [name for name in ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth") if (folder / name).exists()]
-        reason = f"it has only {pickled[0]}, a pickle, which could run code when loaded" if pickled else "it has no weights"
+        pickled = [
+            name
+            for name in ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+            if (folder / name).exists()
+        ]
+        reason = (
+            f"it has only {pickled[0]}, a pickle, which could run code when loaded"
+            if pickled
+            else "it has no weights"
+        )
         raise InputError(
             f"adapter folder {folder} must hold adapter_model.safetensors; {reason}. Convert it with "
             "peft's save_pretrained(..., safe_serialization=True)"
@@ -197,13 +222,16 @@ def _check_adapter(folder: Path) -> dict[str, Any]:
     for setting, name in _VARIANT_SETTINGS.items():
         if configuration.get(setting):
             raise UnsupportedModelError(
-                f"{folder} uses {name} ({setting}={configuration[setting]!r}); its result is not x·Aᵀ·Bᵀ, so a trace "
-                "of shrinks would be wrong. Plain LoRA and rsLoRA are supported"
+                f"{folder} uses {name} ({setting}={configuration[setting]!r}); its result is not x·Aᵀ·Bᵀ, so a "
+                "trace of shrinks would be wrong. Plain LoRA and rsLoRA are supported"
             )
     return configuration
 
 
-def _load_base(model: str, dtype: str, attention: str) -> tuple[nn.Module, Any, dict[str, dict[str, Any]]]:
+def _load_base(
+    model: str, dtype: str, attention: str
+) -> tuple[nn.Module, Any, dict[str, dict[str, Any]]]:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path = Path(model).expanduser()
@@ -212,22 +240,26 @@ def _load_base(model: str, dtype: str, attention: str) -> tuple[nn.Module, Any, 
     is_gguf = path.is_file()
     if is_gguf:
         if path.suffix != ".gguf":
-            raise InputError(f"model must be a folder, a .gguf file or a hub name; {model} is another kind of file")
+            raise InputError(
+                f"model must be a folder, a .gguf file or a hub name; {model} is another kind of file"
+            )
         from transformers import GgufConfig
 
         source = str(path.parent)
         options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
     try:
         if not is_gguf:
-            config = AutoConfig.from_pretrained(source)
-            if getattr(config, "quantization_config", None):
-                raise UnsupportedModelError(_quantised_message(model))
-        tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": path.name} if is_gguf else {}))
+            _refuse_quantised_configuration(AutoConfig.from_pretrained(source), model)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, **({"gguf_file": path.name} if is_gguf else {})
+        )
         wanted = _DTYPES.get(dtype, torch.bfloat16 if is_gguf else "auto")
-        base = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, use_safetensors=None if is_gguf else True, **options)
+        base = AutoModelForCausalLM.from_pretrained(
+            source, dtype=wanted, use_safetensors=None if is_gguf else True, **options
+        )
     except UnsupportedModelError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise InputError(f"model {model!r} could not be loaded: {_first_line(error)}") from error
     files = [path] if is_gguf else _model_files(source, base)
     description = {
@@ -250,14 +282,29 @@ def _model_files(source: str, base: nn.Module) -> list[Path]:
         from huggingface_hub import snapshot_download
 
         revision = getattr(base.config, "_commit_hash", None)
-        folder = Path(snapshot_download(source, revision=revision, allow_patterns=["config.json", "*.safetensors"]))
+        folder = Path(
+            snapshot_download(
+                source, revision=revision, allow_patterns=["config.json", "*.safetensors"]
+            )
+        )
     return sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
+
+
+def _refuse_quantised_configuration(config: Any, model: str) -> None:
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(_quantised_message(model))
 
 
 def _refuse_quantised(base: nn.Module, model: str) -> None:
     quantizer = getattr(base, "hf_quantizer", None)
-    dequantised = quantizer is None or bool(getattr(getattr(quantizer, "quantization_config", None), "dequantize", False))
-    integer = [name for name, weight in base.named_parameters() if not weight.is_floating_point() or weight.element_size() < 2]
+    dequantised = quantizer is None or bool(
+        getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
+    )
+    integer = [
+        name
+        for name, weight in base.named_parameters()
+        if not weight.is_floating_point() or weight.element_size() < 2
+    ]
     if not dequantised or integer:
         raise UnsupportedModelError(_quantised_message(model))
 
@@ -269,7 +316,9 @@ def _quantised_message(model: str) -> str:
     )
 
 
-def _add_adapter(base: nn.Module, folder: Path, configuration: dict[str, Any], model: str) -> nn.Module:
+def _add_adapter(
+    base: nn.Module, folder: Path, configuration: dict[str, Any], model: str
+) -> nn.Module:
     from peft import PeftModel
     from peft.utils.save_and_load import get_peft_model_state_dict
     from safetensors import SafetensorError, safe_open
@@ -281,7 +330,9 @@ def _add_adapter(base: nn.Module, folder: Path, configuration: dict[str, Any], m
         raise InputError(
             f"{folder / 'adapter_model.safetensors'} is no readable safetensors file ({_first_line(error)})"
         ) from error
-    mismatch = f"adapter {folder} does not fit model {model!r}: it was made for another base model ("
+    mismatch = (
+        f"adapter {folder} does not fit model {model!r}: it was made for another base model ("
+    )
     mismatch += f"its configuration names {configuration.get('base_model_name_or_path')!r}). "
     try:
         wrapped = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)

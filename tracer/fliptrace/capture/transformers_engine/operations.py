@@ -2,7 +2,8 @@
 
 Modules alone are not enough: attention is a function between modules, and a tool that hooks only modules blames an
 unrepeatable attention on the next projection. A dispatch mode sees each ATen operation that computes; operations that
-only move or view data are left out. For each, two row digests are reported: what each row depends on, and what came out.
+only move or view data are left out. For each, two row digests are reported: what each row depends on, and what came
+out.
 
 Which rows an output row depends on:
 
@@ -31,7 +32,13 @@ from torch.utils._pytree import tree_leaves
 
 from fliptrace.capture.engine import Observer
 from fliptrace.capture.transformers_engine.shrink_module import Shrink, ShrinkThenRound
-from fliptrace.numerics.digest import combine_digests, digest_rows, digest_tensor, mix_words, position_terms
+from fliptrace.numerics.digest import (
+    combine_digests,
+    digest_rows,
+    digest_tensor,
+    mix_words,
+    position_terms,
+)
 
 _MOVES_DATA = frozenset(
     """cat clone copy_ _to_copy contiguous stack index_select select_scatter slice_scatter fill_ zero_ zeros ones empty
@@ -50,7 +57,9 @@ class OperationObserver:
         """Put hooks on every module; ``close`` takes them off."""
         self.observer = observer
         self._weights = {
-            tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()
+            tensor.untyped_storage().data_ptr()
+            for tensor in [*model.parameters(), *model.buffers()]
+            if tensor.numel()
         }
         self._stack: list[str] = [""]
         self._occurrences: Counter[tuple[str, str]] = Counter()
@@ -65,9 +74,13 @@ class OperationObserver:
                 self._handles.append(module.register_forward_pre_hook(self._hush, prepend=True))
                 self._handles.append(module.register_forward_hook(self._shrink_hook(site)))
             elif not inside_shrink:
-                self._handles.append(module.register_forward_pre_hook(self._enter_hook(path), prepend=True))
                 self._handles.append(
-                    module.register_forward_hook(self._leave_hook(path), with_kwargs=True, always_call=False)
+                    module.register_forward_pre_hook(self._enter_hook(path), prepend=True)
+                )
+                self._handles.append(
+                    module.register_forward_hook(
+                        self._leave_hook(path), with_kwargs=True, always_call=False
+                    )
                 )
 
     def close(self) -> None:
@@ -103,7 +116,11 @@ class OperationObserver:
         activations = [tensor for tensor in inputs if not self._is_weight(tensor)]
         before = self._depends_on(name, activations) if activations else None
         result = function(*arguments, **keywords)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        outputs = [
+            leaf
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
         if before is not None and outputs:
             path = self._stack[-1]
             occurrence = self._occurrences[path, name]
@@ -148,19 +165,29 @@ class OperationObserver:
         return _bind([*parts, *(self._rows_of(tensor) for tensor in others)])
 
     def _enter_hook(self, path: str) -> Any:
-        def enter(module: nn.Module, arguments: Any) -> None:
+        def enter(_module: nn.Module, _arguments: Any) -> None:
             self._stack.append(path)
 
         return enter
 
     def _leave_hook(self, path: str) -> Any:
-        def leave(module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+        def leave(
+            _module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any
+        ) -> None:
             self._stack.pop()
-            inputs = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
-            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            inputs = [
+                leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)
+            ]
+            outputs = [
+                leaf
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
             if inputs and outputs and path:
                 with self.unseen():
-                    self.observer.operation(path, True, self._own_rows(inputs), self._own_rows(outputs[:1]))
+                    self.observer.operation(
+                        path, True, self._own_rows(inputs), self._own_rows(outputs[:1])
+                    )
 
         return leave
 
@@ -168,9 +195,12 @@ class OperationObserver:
         self._quiet += 1
 
     def _shrink_hook(self, site: str) -> Any:
-        def leave(module: nn.Module, arguments: Any, output: Tensor) -> None:
+        def leave(_module: nn.Module, arguments: Any, output: Tensor) -> None:
             self.observer.operation(
-                f"{site}/lora_shrink#0", False, self._own_rows([arguments[0]]), self._own_rows([output])
+                f"{site}/lora_shrink#0",
+                False,
+                self._own_rows([arguments[0]]),
+                self._own_rows([output]),
             )
             self._quiet -= 1
 
@@ -204,7 +234,10 @@ def _bind(parts: list[Tensor]) -> Tensor:
         return parts[0]
     rows = max(part.shape[0] for part in parts)
     numbers = torch.arange(len(parts), device=parts[0].device)
-    terms = [position_terms(part, number.expand(part.shape[0])) for part, number in zip(parts, numbers, strict=True)]
+    terms = [
+        position_terms(part, number.expand(part.shape[0]))
+        for part, number in zip(parts, numbers, strict=True)
+    ]
     total = torch.zeros((rows, 2), dtype=torch.int64, device=parts[0].device)
     for term in terms:
         total = total + (term if term.shape[0] in (1, rows) else combine_digests(term).unsqueeze(0))
@@ -213,7 +246,9 @@ def _bind(parts: list[Tensor]) -> Tensor:
 
 def _only_views(function: Any) -> bool:
     returns = function._schema.returns
-    return bool(returns) and all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
+    return bool(returns) and all(
+        item.alias_info is not None and not item.alias_info.is_write for item in returns
+    )
 
 
 class QuietObserver:

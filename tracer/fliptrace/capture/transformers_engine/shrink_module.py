@@ -1,8 +1,8 @@
 """The module that takes the place of PEFT's ``lora_A``: the shrink in FP32, and after it the rounding, apart.
 
-PEFT computes x·Aᵀ in one 16-bit linear, so the FP32 sum never exists where a hook could see it. Here ``Shrink`` returns
-the FP32 sum under a chosen reduction and ``RoundForExpand`` rounds it to the dtype of B: the boundary that a difference
-must survive is between two modules.
+PEFT computes x·Aᵀ in one 16-bit linear, so the FP32 sum never exists where a hook could see it. Here ``Shrink``
+returns the FP32 sum under a chosen reduction and ``RoundForExpand`` rounds it to the dtype of B: the boundary that a
+difference must survive is between two modules.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
 from torch import Tensor, nn
 
 from fliptrace.capture.engine import ShrinkInterceptor
 from fliptrace.errors import InputError
+from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
 
 
 @dataclass
@@ -69,11 +69,22 @@ class Shrink(nn.Module):
         A string of ``key=value`` words, cached per shape, since it is asked for at every call that is recorded.
         """
         rows = x.reshape(-1, x.shape[-1])
-        key = (self.runtime.reduction, tuple(rows.shape), rows.stride(), self.weight.shape, rows.dtype, rows.device)
+        key = (
+            self.runtime.reduction,
+            tuple(rows.shape),
+            rows.stride(),
+            self.weight.shape,
+            rows.dtype,
+            rows.device,
+        )
         text = self.runtime.launches.get(key)
         if text is None:
             configuration = launch_configuration(
-                tuple(rows.shape), [tuple(self.weight.shape)], rows.dtype, rows.device, self.runtime.reduction
+                tuple(rows.shape),
+                [tuple(self.weight.shape)],
+                rows.dtype,
+                rows.device,
+                self.runtime.reduction,
             )
             words = [f"{name}={value}" for name, value in configuration.items()]
             text = " ".join([*words, f"operand_strides={tuple(rows.stride())}"])
@@ -83,9 +94,17 @@ class Shrink(nn.Module):
 
 def _intercept(interceptor: ShrinkInterceptor, index: int, rows: Tensor, z: Tensor) -> Tensor:
     given: object = interceptor(index, rows, z)
-    if isinstance(given, Tensor) and (given.shape, given.dtype, given.device) == (z.shape, z.dtype, z.device):
+    if isinstance(given, Tensor) and (given.shape, given.dtype, given.device) == (
+        z.shape,
+        z.dtype,
+        z.device,
+    ):
         return given
-    got = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else type(given).__name__
+    got = (
+        f"{given.dtype} {list(given.shape)} on {given.device}"
+        if isinstance(given, Tensor)
+        else type(given).__name__
+    )
     raise InputError(
         f"an interceptor must return what it was given for site {index}, or a tensor like it: {z.dtype} "
         f"{list(z.shape)} on {z.device}; got {got}"

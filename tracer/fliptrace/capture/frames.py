@@ -1,0 +1,65 @@
+"""Frames of what is not kept site by site: logits, and the digests of modules and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
+
+TOP_LOGITS = 64
+
+
+def top_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the TOP_LOGITS largest logits with their token ids, on the device, in no promised order among equals."""
+    values, ids = logits.topk(min(TOP_LOGITS, logits.shape[0]))
+    return values, ids
+
+
+def logits_frames(step: int, values: Tensor, ids: Tensor, digest: Tensor) -> list[Frame]:
+    """Build the three frames of a logits row, largest first and the lowest id first among equals."""
+    numbers, names = values.float().tolist(), ids.tolist()
+    order = sorted(range(len(names)), key=lambda place: (-numbers[place], names[place]))
+    index = torch.tensor(order, dtype=torch.int64)
+    values, ids = values[index], ids[index]
+    return [
+        single_frame(step, Kind.LOGITS_TOP, values),
+        single_frame(step, Kind.LOGITS_TOP_IDS, ids),
+        single_frame(step, Kind.LOGITS_DIGEST, digest),
+    ]
+
+
+def single_frame(step: int, kind: Kind, tensor: Tensor) -> Frame:
+    """Build a frame of one record under the key ``logits``."""
+    layout = Layout((LayoutEntry("logits", dtype_name(tensor.dtype), tuple(tensor.shape)),))
+    return Frame(step, kind, layout, tensor_bytes(tensor))
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return a host tensor's bytes in row-major order."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def operation_frames(
+    step: int, operations: Sequence[tuple[str, bool, Tensor, Tensor]]
+) -> list[Frame]:
+    """Build the frames of module and operation digests, each in the order in which things ran."""
+    frames = []
+    for is_module, kinds in (
+        (True, (Kind.MODULE_INPUT, Kind.MODULE_OUTPUT)),
+        (False, (Kind.OPERATION_INPUT, Kind.OPERATION_OUTPUT)),
+    ):
+        chosen = [operation for operation in operations if operation[1] is is_module]
+        if not chosen:
+            continue
+        for place, kind in enumerate(kinds):
+            tensors = [operation[2 + place].cpu() for operation in chosen]
+            entries = tuple(
+                LayoutEntry(operation[0], "int64", tuple(tensor.shape))
+                for operation, tensor in zip(chosen, tensors, strict=True)
+            )
+            frames.append(Frame(step, kind, Layout(entries), b"".join(map(tensor_bytes, tensors))))
+    return frames

@@ -59,7 +59,7 @@ PROMPT = (
     "?",
     "\n",
 )
-#: The paper's own example: one value on a BF16 boundary, the other 1 FP32 ULP below... two of them, in fact.
+#: The paper's own example: one value on a BF16 boundary, the other 2 FP32 ULP below.
 ON_BOUNDARY, BELOW = 0.010345458984375, 0.010345457121729851
 
 
@@ -97,9 +97,12 @@ def coordinate_difference(
 ):
     report = boundary_report(reference, candidate, dtype)
     site = Site.from_path(f"model.layers.{layer}.{module}")
-    survives = bits16(reference, dtype) != bits16(candidate, dtype) or dtype is torch.float32
     pair = torch.tensor([reference, candidate])
-    bits = bits32 if dtype is torch.float32 else lambda value: bits16(value, dtype)
+
+    def bits(value):
+        return bits32(value) if dtype is torch.float32 else bits16(value, dtype)
+
+    survives = bits(reference) != bits(candidate)
     return CoordinateDifference(
         coordinate=Coordinate(site, step, position, rank_index),
         reference=reference,

@@ -8,6 +8,7 @@ around the boundary, in FP32 ULP, below.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ def boundary_figure(coordinate: CoordinateDifference) -> go.Figure:
     """
     figure = go.Figure()
     figure.update_layout(
-        height=330,
+        height=340,
         margin={"l": 24, "r": 24, "t": 20, "b": 50},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -44,11 +45,7 @@ def boundary_figure(coordinate: CoordinateDifference) -> go.Figure:
         yaxis2={"visible": False, "fixedrange": True, "domain": [0.0, 0.5], "range": [-1.3, 1.6]},
     )
     report = coordinate.boundary
-    if (
-        report.boundary is None
-        or report.reference_distance is None
-        or report.candidate_distance is None
-    ):
+    if report.boundary is None:
         figure.update_layout(height=120, showlegend=False)
         figure.add_annotation(
             text=f"no rounding boundary: {_reason(coordinate)}",
@@ -59,8 +56,9 @@ def boundary_figure(coordinate: CoordinateDifference) -> go.Figure:
             showarrow=False,
         )
         return figure
-    _sixteen_bit_line(figure, coordinate, report.boundary)
-    _zoomed_line(figure, report.boundary, report.reference_distance, report.candidate_distance)
+    values = _values(coordinate, report.boundary)
+    _sixteen_bit_line(figure, values, coordinate.rounded_dtype, report.boundary)
+    _zoomed_line(figure, values, report.boundary)
     return figure
 
 
@@ -68,79 +66,99 @@ def _reason(coordinate: CoordinateDifference) -> str:
     if coordinate.rounded_dtype == "float32":
         return "the model computes in FP32"
     if coordinate.special is not None:
-        return f"the difference is one of {coordinate.special}"
+        return f"only the {coordinate.special} differs"
     return "a value is not finite"
 
 
-def _sixteen_bit_line(figure: go.Figure, coordinate: CoordinateDifference, boundary: float) -> None:
-    """Draw the upper line: the rounded values, the boundary and arrows from the FP32 values."""
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """One execution's value on its way through rounding; places are relative to the boundary."""
+
+    name: str
+    height: float
+    label: str
+    place: float
+    rounded_place: float
+    rounded_label: str
+
+
+def _values(coordinate: CoordinateDifference, boundary: float) -> tuple[_Value, _Value]:
     report = coordinate.boundary
+    return (
+        _Value(
+            "reference",
+            0.75,
+            f"{exact(coordinate.reference)} ({coordinate.reference_bits})",
+            coordinate.reference - boundary,
+            report.rounded_reference - boundary,
+            f"{exact(report.rounded_reference)}<br>{coordinate.rounded_reference_bits}",
+        ),
+        _Value(
+            "candidate",
+            0.4,
+            f"{exact(coordinate.candidate)} ({coordinate.candidate_bits})",
+            coordinate.candidate - boundary,
+            report.rounded_candidate - boundary,
+            f"{exact(report.rounded_candidate)}<br>{coordinate.rounded_candidate_bits}",
+        ),
+    )
+
+
+def _sixteen_bit_line(
+    figure: go.Figure, values: tuple[_Value, _Value], dtype: str, boundary: float
+) -> None:
+    """Draw the upper line: the rounded values, the boundary and arrows from the FP32 values."""
     colours = palette.EXECUTION_COLOURS["light"]
-    rounded = {
-        "reference": report.rounded_reference - boundary,
-        "candidate": report.rounded_candidate - boundary,
-    }
-    values = {"reference": report.reference_distance, "candidate": report.candidate_distance}
-    same = coordinate.rounded_reference_bits == coordinate.rounded_candidate_bits
-    known = [
-        v for v in (*rounded.values(), *values.values(), 0.0) if v is not None and math.isfinite(v)
-    ]
-    reach = max(abs(value) for value in known) or 1.0
+    places = [place for value in values for place in (value.place, value.rounded_place)]
+    reach = max((abs(place) for place in places if math.isfinite(place)), default=0.0) or 1.0
     figure.update_layout(xaxis={"range": [-1.35 * reach, 1.35 * reach]})
     _line(figure, "", -1.3 * reach, 1.3 * reach)
-    _boundary_mark(figure, "", f"boundary {exact(boundary)}")
-    for name, height in (("reference", 0.75), ("candidate", 0.4)):
-        start, end = values[name], rounded[name]
-        if start is None or not math.isfinite(end):
-            continue
+    _boundary_mark(figure, "", f"{dtype} boundary {exact(boundary)}")
+    for value in values:
+        end = value.rounded_place if math.isfinite(value.rounded_place) else value.place
         figure.add_trace(
             go.Scatter(
-                x=[start, end],
-                y=[height, height],
+                x=[value.place, end],
+                y=[value.height, value.height],
                 mode="lines+markers",
-                line={"color": colours[name], "width": 2},
+                line={"color": colours[value.name], "width": 2},
                 marker={"symbol": ["circle", "arrow"], "size": [9, 12], "angleref": "previous"},
-                name=f"{name}: FP32 value → {coordinate.rounded_dtype}",
+                name=f"{value.name} {value.label}",
                 text=[
-                    f"{name} {exact(coordinate.reference if name == 'reference' else coordinate.candidate)}",
-                    f"{name} rounded",
+                    f"{value.name} {value.label}",
+                    f"{value.name}, rounded: {value.rounded_label}",
                 ],
                 hoverinfo="text",
             )
         )
-    bits = {
-        "reference": coordinate.rounded_reference_bits,
-        "candidate": coordinate.rounded_candidate_bits,
-    }
-    full = {"reference": report.rounded_reference, "candidate": report.rounded_candidate}
-    for name in ("reference",) if same else ("reference", "candidate"):
-        if math.isfinite(rounded[name]):
-            _tick(figure, "", rounded[name], f"{exact(full[name])}<br>{bits[name]}")
+    for label, place in {value.rounded_label: value.rounded_place for value in values}.items():
+        if math.isfinite(place):
+            _tick(figure, "", place, label)
 
 
-def _zoomed_line(figure: go.Figure, boundary: float, reference: float, candidate: float) -> None:
+def _zoomed_line(figure: go.Figure, values: tuple[_Value, _Value], boundary: float) -> None:
     """Draw the lower line: both FP32 values around the boundary, in FP32 ULP."""
     colours = palette.EXECUTION_COLOURS["light"]
     unit = float(np.spacing(np.float32(abs(boundary)))) or 1.0
-    places = {"reference": reference / unit, "candidate": candidate / unit}
-    reach = max(2.0, *(abs(place) for place in places.values()))
+    places = [value.place / unit for value in values]
+    reach = max(2.0, *(abs(place) for place in places))
     figure.update_layout(xaxis2={"range": [-1.35 * reach, 1.35 * reach]})
     _line(figure, "2", -1.3 * reach, 1.3 * reach)
     _boundary_mark(figure, "2", "zoom: FP32 ULP from the boundary")
-    stride = max(1, int(reach // 4))
-    for tick in range(-int(reach), int(reach) + 1, stride):
-        _tick(figure, "2", float(tick), f"{tick:+d}" if tick else "0")
-    for name, height in (("reference", 0.75), ("candidate", 0.4)):
+    stride = max(1, int(reach // 2))
+    for number in range(-int(reach // stride), int(reach // stride) + 1):
+        _tick(figure, "2", float(number * stride), f"{number * stride:+,}" if number else "0")
+    for value, place in zip(values, places, strict=True):
         figure.add_trace(
             go.Scatter(
-                x=[places[name], places[name]],
-                y=[height, 0.0],
+                x=[place, place],
+                y=[value.height, 0.0],
                 mode="lines+markers",
                 xaxis="x2",
                 yaxis="y2",
-                line={"color": colours[name], "width": 2},
+                line={"color": colours[value.name], "width": 2},
                 marker={"symbol": "circle", "size": [9, 5]},
-                text=f"{name}: {places[name]:+.6g} FP32 ULP from the boundary",
+                text=f"{value.name}: {place:+.6g} FP32 ULP from the boundary",
                 hoverinfo="text",
                 showlegend=False,
             )
@@ -165,7 +183,7 @@ def _boundary_mark(figure: go.Figure, axis: str, label: str) -> None:
         type="line",
         x0=0,
         x1=0,
-        y0=-0.45,
+        y0=0,
         y1=1.1,
         xref=f"x{axis}",
         yref=f"y{axis}",

@@ -26,7 +26,8 @@ def report_json(
 
     Args:
         diff: what was found.
-        reference: the reference's trace; candidate: likewise.
+        reference: the reference's trace.
+        candidate: the same of the candidate.
         command: how to repeat the run, if known.
 
     Returns:

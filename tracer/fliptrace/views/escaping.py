@@ -17,6 +17,8 @@ _PLOTLY_SYNTAX = frozenset("&<>$%{}\\")
 
 #: Longest token or name shown in full inside a sentence or a label.
 LABEL_LENGTH = 48
+#: Longest sentence from elsewhere (an explanation, a trace's gap) shown in full.
+SENTENCE_LENGTH = 600
 
 
 def visible(text: str, *, keep_newlines: bool = False) -> str:
@@ -54,9 +56,20 @@ def shorten(text: str, limit: int = LABEL_LENGTH) -> str:
     return f"{text[: limit - 8]}… ({len(text)} characters)"
 
 
+def clipped(text: str, limit: int) -> str:
+    """Return a text visible and cut to a label's width, with an ellipsis where it was cut."""
+    seen = visible(text)
+    return seen if len(seen) <= limit else f"{seen[: limit - 1]}…"
+
+
 def quoted(text: str, limit: int = LABEL_LENGTH) -> str:
     """Return a token or name in quotation marks, visible and short enough for a sentence."""
     return f"“{visible(shorten(text, limit))}”"
+
+
+def said(sentence: str) -> str:
+    """Return a sentence that came from elsewhere, visible and of a length that people read."""
+    return visible(shorten(sentence, SENTENCE_LENGTH))
 
 
 def shown(value: Any, limit: int = 400) -> str:

@@ -1,8 +1,8 @@
 """The heatmap of a pair: layer and module by token position (prefill) or step (decode), as in the paper's figure 4.
 
-Cells that were not observed are left open, so that a hatched background shows through: they can never be taken for
-equal ones. Equal is gray in both colourings; magnitudes are on a logarithmic scale, and a difference without a
-magnitude (sign of zero, NaN) keeps a colour of its own.
+Cells that were not observed are left open and hatched: they can never be taken for equal ones. Equal is gray in both
+colourings; magnitudes are on a logarithmic scale, and a difference without a magnitude (sign of zero, NaN) keeps a
+colour of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from fliptrace.errors import InputError
 from fliptrace.numerics import CoordinateClass
 from fliptrace.views import palette
-from fliptrace.views.escaping import plotly_label, shorten
+from fliptrace.views.escaping import clipped, plotly_label
 from fliptrace.views.pooling import Array, Cells, pool
 from fliptrace.views.wording import TokenNames, brief, count, row_label
 
@@ -94,10 +94,10 @@ def skeleton(
     """
     ink = palette.INK["light"]
     row_count, column_count = cells.classes.shape
-    left, right, top, bottom = -0.5, column_count - 0.5, -0.5, row_count - 0.5
+    outline = unseen_outline(cells.classes)
     hatch = go.Scatter(
-        x=[left, right, right, left, left],
-        y=[top, top, bottom, bottom, top],
+        x=outline[0],
+        y=outline[1],
         fill="toself",
         mode="lines",
         line={"width": 0},
@@ -177,7 +177,8 @@ def skeleton(
             "ticktext": [columns[number] for number in shown],
             "tickangle": -90,
             "tickfont": {"size": 10},
-            "range": [left, right],
+            "range": [-0.5, column_count - 0.5],
+            "automargin": True,
             "showgrid": False,
             "zeroline": False,
             "ticks": "outside",
@@ -186,7 +187,7 @@ def skeleton(
             "tickvals": row_values,
             "ticktext": row_texts,
             "tickfont": {"size": 10},
-            "range": [bottom, top],
+            "range": [row_count - 0.5, -0.5],
             "showgrid": False,
             "zeroline": False,
             "ticks": "outside",
@@ -201,6 +202,34 @@ def skeleton(
             annotation_position="top",
         )
     return figure
+
+
+def unseen_outline(classes: Array) -> tuple[list[float | None], list[float | None]]:
+    """Outline the cells that were not observed as rectangles, merged along rows and then over equal rows.
+
+    Returns:
+        x and y of the corners, rectangles separated by None: what a plotly trace with ``fill="toself"`` takes.
+    """
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    running: dict[tuple[int, int], int] = {}
+    row_count = classes.shape[0]
+    for row in range(row_count + 1):
+        runs: set[tuple[int, int]] = set()
+        if row < row_count:
+            unseen = np.concatenate(
+                ([False], classes[row] == CoordinateClass.NOT_OBSERVED, [False])
+            )
+            edges = np.flatnonzero(unseen[1:] != unseen[:-1])
+            runs = {(int(s), int(e)) for s, e in zip(edges[::2], edges[1::2], strict=True)}
+        for start, end in [run for run in running if run not in runs]:
+            top, bottom = running.pop((start, end)) - 0.5, row - 0.5
+            left, right = start - 0.5, end - 0.5
+            xs += [left, right, right, left, left, None]
+            ys += [top, top, bottom, bottom, top, None]
+        for run in runs:
+            running.setdefault(run, row)
+    return xs, ys
 
 
 def column_labels(cells: Cells, phase: str, reference: Trace | None) -> list[str]:
@@ -220,7 +249,7 @@ def column_names(cells: Cells, phase: str, reference: Trace | None, limit: int =
         text = None
         if tokens is not None:
             text = tokens.text(number) if phase == "prefill" else tokens.generated(number)
-        names.append(f"{number}" if text is None else f"{shorten(text, limit)} {number}")
+        names.append(f"{number}" if text is None else f"{clipped(text, limit)} {number}")
     return names
 
 
@@ -236,7 +265,7 @@ def row_names(cells: Cells) -> list[str]:
 def row_ticks(cells: Cells) -> tuple[list[int], list[str]]:
     """Label every row where there is room, else the first row of every layer."""
     if len(cells.rows) <= LABELLED_ROWS:
-        labels = [plotly_label(shorten(_short(*group[0]), 28)) for group in cells.rows]
+        labels = [plotly_label(clipped(_short(*group[0]), 22)) for group in cells.rows]
         return list(range(len(labels))), labels
     values, texts = [], []
     previous: int | None = None
@@ -325,7 +354,7 @@ def cell_text(cells: Cells, row: int, column: int) -> str:
 
 
 def grid_counts(grid: Grid) -> list[dict[str, Any]]:
-    """Summarise every row of a grid for a table: how many cells of each class, the first differing column, the largest."""
+    """Summarise every row of a grid for a table: cells of each class, first differing column, largest magnitude."""
     classes = grid.classes.cpu().numpy()
     magnitudes = grid.magnitudes.cpu().numpy()
     summaries = []

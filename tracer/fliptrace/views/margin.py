@@ -90,7 +90,7 @@ def margin_figure(diff: PairDiff) -> go.Figure:
         yaxis={
             "title": {"text": "top-2 margin"},
             "type": "log",
-            "exponentformat": "power",
+            "tickformat": "~g",
             "dtick": 1,
             "zeroline": False,
             "gridcolor": palette.INK["light"]["grid"],

@@ -42,13 +42,13 @@ def pair_html(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
     common = texts.common
     if len(common) > _EXCERPT:
         common = f"… {common[-_EXCERPT:]}"
-    for part in texts.continuations:
-        parts.append(
-            f'<div style="{_TEXT}"><small>{escape(part.execution)}</small><br>'
-            f'<span style="opacity:.7">{escape(common)}</span>'
-            f'<mark style="font-weight:bold">{escape(part.token)}</mark>'
-            f"{escape(shorten(part.rest, _EXCERPT))}</div>"
-        )
+    parts += [
+        f'<div style="{_TEXT}"><small>{escape(part.execution)}</small><br>'
+        f'<span style="opacity:.7">{escape(common)}</span>'
+        f'<mark style="font-weight:bold">{escape(part.token)}</mark>'
+        f"{escape(shorten(part.rest, _EXCERPT))}</div>"
+        for part in texts.continuations
+    ]
     return f'<div class="fliptrace-pair">{"".join(parts)}</div>'
 
 

@@ -19,7 +19,7 @@ from fliptrace.verdicts import Outcome
 from fliptrace.views import heatmap, palette, templating, wording
 from fliptrace.views.boundary import boundary_figure
 from fliptrace.views.document import SCHEMA_VERSION
-from fliptrace.views.escaping import shown, visible
+from fliptrace.views.escaping import quoted, said, shown, visible
 from fliptrace.views.margin import margin_figure
 from fliptrace.views.pooling import Array, Cells, pool
 from fliptrace.views.story import tell_story
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from fliptrace.trace import Trace
-    from fliptrace.verdicts import CoordinateDifference, PairDiff, RowDifference
+    from fliptrace.verdicts import CoordinateDifference, PairDiff, RowDifference, TokenLogit
 
 #: Rows of the root table; the rest is counted.
 ROOT_TABLE_ROWS = 200
@@ -53,7 +53,8 @@ def render_report(
 
     Args:
         diff: what was found.
-        reference: the reference's trace; candidate: likewise.
+        reference: the reference's trace.
+        candidate: the same of the candidate.
         title: the page's title, any text.
         command: how to repeat the run, any text; None when it is not known.
 
@@ -140,8 +141,7 @@ def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
             "no token"
             if flip is None
             else f"generated token {flip.step + 1} (step {flip.step}): "
-            f"{visible(flip.reference_token.text) or flip.reference_token.token_id} → "
-            f"{visible(flip.candidate_token.text) or flip.candidate_token.token_id}",
+            f"{_short_token(flip.reference_token)} → {_short_token(flip.candidate_token)}",
         )
     ]
     row = diff.first_propagating or diff.first_surviving or diff.first_variant
@@ -169,9 +169,13 @@ def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
     return facts
 
 
+def _short_token(token: TokenLogit) -> str:
+    return quoted(token.text, 24) if token.text else f"id {token.token_id}"
+
+
 def _no_root(diff: PairDiff) -> str:
     if diff.foreign_root is not None:
-        return f"outside the shrinks: {visible(diff.foreign_root.key)}"
+        return f"outside the shrinks: {said(diff.foreign_root.key)}"
     return "no surviving root"
 
 

@@ -1,7 +1,8 @@
 """Colours of the five classes, light and dark, in one place for figures, page and terminal.
 
 From Okabe and Ito's colour-blind-safe set; tests/views measures how far apart they stay under simulated colour
-blindness. Not observed has no colour: the cell is left open and a hatched background shows through.
+blindness. Not observed has no colour: the cell is left open and hatched. Magnitudes use a
+scale without grays, so that none looks equal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXECUTION_COLOURS = {
 }
 
 #: Colours of the magnitudes, small to large.
-MAGNITUDE_SCALE = "Cividis"
+MAGNITUDE_SCALE = "Viridis"
 
 CLASS_MEANINGS = {
     CoordinateClass.EQUAL: "all FP32 bits agree",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fliptrace.verdicts import Fate, Origin, Outcome
 from fliptrace.views import wording
-from fliptrace.views.escaping import quoted, visible
+from fliptrace.views.escaping import quoted, said
 from fliptrace.views.wording import TokenNames, brief, count, generated_name, listed
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def tell_story(diff: PairDiff, reference: Trace, candidate: Trace) -> Story:
 
     Args:
         diff: what was found.
-        reference: the trace with the tokens' texts; candidate: likewise.
+        reference: the trace with the tokens' texts.
+        candidate: the same of the candidate.
 
     Returns:
         The verdict and its passages; passages without a sentence are left out.
@@ -109,20 +110,29 @@ def _flip(diff: PairDiff) -> tuple[str, ...]:
     if flip is None:
         return ()
     sentences = [
-        f"{wording.capitalised(generated_name(flip.step))}: the reference chose "
-        f"{_token(flip.reference_token)}, the candidate {_token(flip.candidate_token)}.",
-        f"Logits in the reference: {_logits(flip, 'reference')}; in the candidate: "
-        f"{_logits(flip, 'candidate')}.",
-        f"Top-2 margin: {brief(flip.reference_margin)} in the reference, "
-        f"{brief(flip.candidate_margin)} in the candidate.",
+        (
+            f"{wording.capitalised(generated_name(flip.step))}: the reference chose "
+            f"{token_name(flip.reference_token)}, the candidate {token_name(flip.candidate_token)}."
+        ),
+        (
+            f"Logits in the reference: {_logits(flip, 'reference')}; in the candidate: "
+            f"{_logits(flip, 'candidate')}."
+        ),
+        (
+            f"Top-2 margin: {brief(flip.reference_margin)} in the reference, "
+            f"{brief(flip.candidate_margin)} in the candidate."
+        ),
         _ties(flip),
-        f"From the flip on, the reference generated {count(flip.tokens_after[0], 'token')} and the "
-        f"candidate {flip.tokens_after[1]:,}.",
+        (
+            f"From the flip on, the reference generated {count(flip.tokens_after[0], 'token')} and the "
+            f"candidate {flip.tokens_after[1]:,}."
+        ),
     ]
     return tuple(sentences)
 
 
-def _token(token: TokenLogit) -> str:
+def token_name(token: TokenLogit) -> str:
+    """Name a token by its text and id: ``“ 7” (id 22)``; by its id alone where the text was not kept."""
     return f"{quoted(token.text)} (id {token.token_id})" if token.text else f"id {token.token_id}"
 
 
@@ -130,7 +140,7 @@ def _logits(flip: Flip, execution: str) -> str:
     parts = []
     for token in (flip.reference_token, flip.candidate_token):
         logit = token.reference_logit if execution == "reference" else token.candidate_logit
-        parts.append(f"{_token(token)} {brief(logit)}")
+        parts.append(f"{token_name(token)} {brief(logit)}")
     return listed(parts)
 
 
@@ -142,7 +152,7 @@ def _ties(flip: Flip) -> str:
     ):
         if tied > 1:
             decided = (
-                f", its token decided by tie-break ({visible(flip.tie_rule)})"
+                f", its token decided by tie-break ({said(flip.tie_rule)})"
                 if execution in flip.decided_by_tie_break
                 else ""
             )
@@ -163,9 +173,11 @@ def _root(diff: PairDiff, tokens: TokenNames) -> tuple[str, ...]:
             else "The first difference was seen outside the shrinks, its origin is unlocated"
         )
         sentences += [
-            f"{entered}: {visible(foreign.kind)} {visible(foreign.key)}, "
-            f"{wording.step_name(foreign.step)}{where}.",
-            visible(foreign.explanation),
+            (
+                f"{entered}: {said(foreign.kind)} {said(foreign.key)}, "
+                f"{wording.step_name(foreign.step)}{where}."
+            ),
+            said(foreign.explanation),
         ]
     if not diff.same_reduction:
         sentences.append(
@@ -289,7 +301,7 @@ def _propagation(diff: PairDiff) -> tuple[str, ...]:
     propagation = diff.propagation
     if propagation is None:
         return ()
-    sentences = [visible(sentence) for sentence in propagation.sentences]
+    sentences = [said(sentence) for sentence in propagation.sentences]
     if diff.flip is not None and propagation.reaches_flip is not None:
         sentences.append(
             "A path of differing records leads from the root to the logits of the flip."
@@ -325,17 +337,19 @@ def _statistics(diff: PairDiff) -> tuple[str, ...]:
 def _coverage(diff: PairDiff) -> tuple[str, ...]:
     coverage = diff.coverage
     sentences = [
-        f"Compared: {count(coverage.steps_compared, 'step')}, "
-        f"{count(coverage.records_compared, 'record')}, "
-        f"{count(coverage.elements_compared, 'FP32 shrink coordinate')}."
+        (
+            f"Compared: {count(coverage.steps_compared, 'step')}, "
+            f"{count(coverage.records_compared, 'record')}, "
+            f"{count(coverage.elements_compared, 'FP32 shrink coordinate')}."
+        )
     ]
-    sentences += [f"Not observed: {visible(sentence)}" for sentence in coverage.not_observed]
+    sentences += [f"Not observed: {said(sentence)}" for sentence in coverage.not_observed]
     if coverage.missing:
-        named = ", ".join(visible(name) for name in coverage.missing[:5])
+        named = ", ".join(said(name) for name in coverage.missing[:5])
         more = f" and {len(coverage.missing) - 5:,} more" if len(coverage.missing) > 5 else ""
         sentences.append(f"Recorded in one trace only: {named}{more}.")
     if coverage.observer_control:
-        sentences.append(f"Observer control: {visible(coverage.observer_control)}")
+        sentences.append(f"Observer control: {said(coverage.observer_control)}")
     return tuple(sentences)
 
 
@@ -344,7 +358,7 @@ def _doubts(diff: PairDiff, reference: Trace, candidate: Trace) -> tuple[str, ..
     for name, trace in (("reference", reference), ("candidate", candidate)):
         if not trace.closing.complete:
             sentences.append(
-                f"The {name} trace is incomplete ({visible(trace.closing.stop_reason)}): nothing after "
+                f"The {name} trace is incomplete ({said(trace.closing.stop_reason)}): nothing after "
                 f"its last acknowledged step is known."
             )
     if diff.rounded_dtype == "float32":

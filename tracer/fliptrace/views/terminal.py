@@ -46,7 +46,8 @@ def plain_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
 
     Args:
         diff: what was found.
-        reference: the reference's trace; candidate: likewise.
+        reference: the reference's trace.
+        candidate: the same of the candidate.
 
     Returns:
         Lines joined by line feeds, the verdict first, ending with a line feed.
@@ -73,7 +74,8 @@ def terminal_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> Rend
 
     Args:
         diff: what was found.
-        reference: the reference's trace; candidate: likewise.
+        reference: the reference's trace.
+        candidate: the same of the candidate.
     """
     from rich.console import Group
     from rich.padding import Padding

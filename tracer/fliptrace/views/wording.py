@@ -113,7 +113,7 @@ def row_place(row: RowDifference, tokens: TokenNames) -> str:
 
 def values_sentence(difference: CoordinateDifference) -> str:
     """Both FP32 values of a coordinate with their bits."""
-    special = f" The difference is one of {difference.special} only." if difference.special else ""
+    special = f" Only the {difference.special} differs." if difference.special else ""
     return (
         f"FP32 values: reference {exact(difference.reference)} ({difference.reference_bits}), candidate "
         f"{exact(difference.candidate)} ({difference.candidate_bits}), "

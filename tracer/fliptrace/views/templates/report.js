@@ -98,6 +98,33 @@
     return { classes, magnitudes };
   }
 
+  // The outline of open cells, as heatmap.unseen_outline makes it: x and y with gaps between rectangles.
+  function hatchOutline(classes, rowPool, columnPool) {
+    const x = [];
+    const y = [];
+    const running = new Map();
+    for (let row = 0; row <= classes.length; row += 1) {
+      const line = classes[row] || [];
+      const runs = new Set();
+      let start = -1;
+      for (let column = 0; column <= line.length; column += 1) {
+        const open = column < line.length && line[column] === null;
+        if (open && start < 0) start = column;
+        if (!open && start >= 0) { runs.add(`${start} ${column}`); start = -1; }
+      }
+      for (const [run, top] of [...running]) {
+        if (runs.has(run)) continue;
+        running.delete(run);
+        const [left, right] = run.split(" ").map((edge) => Number(edge) * columnPool - 0.5);
+        const [high, low] = [top * rowPool - 0.5, row * rowPool - 0.5];
+        x.push(left, right, right, left, left, null);
+        y.push(high, high, low, low, high, null);
+      }
+      for (const run of runs) if (!running.has(run)) running.set(run, row);
+    }
+    return { x, y };
+  }
+
   function ranges() {
     const layout = heat._fullLayout;
     const [rows, columns] = data.heatmaps[state.phase].shape;
@@ -124,6 +151,7 @@
     const { rowPool, columnPool } = state;
     const drawn = values(map, rowPool, columnPool);
     const place = { x0: (columnPool - 1) / 2, dx: columnPool, y0: (rowPool - 1) / 2, dy: rowPool };
+    Object.assign(figure.data[0], hatchOutline(drawn.classes, rowPool, columnPool));
     Object.assign(figure.data[1], place, { z: drawn.classes, hoverinfo: "none" });
     Object.assign(figure.data[2], place, { z: drawn.magnitudes, hoverinfo: "none", visible: state.colour === "magnitude" });
     if (state.colour === "magnitude") {
@@ -145,7 +173,9 @@
     state.drawn = state.phase;
     heat.dataset.phase = state.phase;
     heat.dataset.colour = state.colour;
-    return Plotly.react(heat, figure.data, layout, config);
+    document.getElementById("key").dataset.colour = state.colour;
+    if (narrow) Object.assign(figure.data[2].colorbar, { len: 0.95, nticks: 5 });
+    return Plotly.react(heat, figure.data, layout, { ...config, displayModeBar: narrow ? false : "hover" });
   }
 
   function describe(point) {
@@ -201,7 +231,8 @@
     if (!element || !data[name]) return null;
     const figure = themed(data[name]);
     if (element.clientWidth < 620 && name === "margin") figure.layout.margin.l = 60;
-    return Plotly.react(element, figure.data, figure.layout, config);
+    const bar = element.clientWidth < 620 || name === "boundary" ? false : "hover";
+    return Plotly.react(element, figure.data, figure.layout, { ...config, displayModeBar: bar });
   }
 
   function drawAll() {

@@ -1,0 +1,167 @@
+"""The story says what a person needs, in the design's words, and never more than was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import struct
+
+import pytest
+import torch
+from rich.console import Console
+
+from fliptrace.verdicts import Fate, ForeignRoot, Origin, Outcome
+from fliptrace.views import plain_summary, tell_story, terminal_summary
+
+
+def story_text(pair) -> str:
+    story = tell_story(pair.diff, pair.reference, pair.candidate)
+    return "\n".join(
+        [story.verdict, *(sentence for part in story.passages for sentence in part.sentences)]
+    )
+
+
+def test_a_flip_is_told_with_everything_that_decides_it(pairs):
+    """Token counted both ways, both tokens, logits, margins, no tie."""
+    text = story_text(pairs.make())
+    for part in (
+        "generated token 12 (step 11)",
+        "the reference chose “,” (id 211), the candidate “.” (id 311)",
+        "“,” (id 211) 17.25 and “.” (id 311) 17.125",
+        "Top-2 margin: 0.125 in the reference, 0.0625 in the candidate.",
+        "No tie",
+    ):
+        assert part in text
+
+
+def test_the_root_is_told_as_in_the_paper(pairs):
+    """Site, token, rank index, both values with bits, boundary with distances, both rounded values."""
+    text = story_text(pairs.make())
+    for part in (
+        "layer 2 mlp.up_proj, prefill, token position 5 (“ apples”), rank index 3",
+        "reference 0.010345458984375 (0x3c298000)",
+        "0x3c297ffe",
+        "the reference lies exactly on it (ties to even) and the candidate 1.86e-09 below it",
+        "0.0103759765625 (0x3c2a) against 0.01031494140625 (0x3c29), 6.1e-05 apart",
+        "propagating",
+        "An earlier surviving root was absorbed by the 16-bit add: layer 1 mlp.gate_proj",
+        "Layer 3, prefill: 111 key elements and 176 value elements differ",
+    ):
+        assert part in text
+
+
+def test_values_read_back_to_their_bits(pairs):
+    """Every FP32 value in the story is printed with enough digits."""
+    pair = pairs.make()
+    text = story_text(pair)
+    for value, bits in re.findall(r"(?:reference|candidate) (\S+) \(0x([0-9a-f]{8})\)", text):
+        assert struct.pack(">f", float(value)).hex() == bits
+
+
+def test_a_tie_names_the_rule(pairs):
+    """A token chosen among equals is decided by tie-break, with the sampler's rule."""
+    pair = pairs.make()
+    flip = dataclasses.replace(
+        pair.diff.flip, reference_margin=0.0, reference_tied=2, decided_by_tie_break=("reference",)
+    )
+    pair.diff = dataclasses.replace(pair.diff, flip=flip)
+    assert (
+        "Tie: the reference has a tie of 2 tokens, its token decided by tie-break (lowest token id)."
+        in story_text(pair)
+    )
+
+
+def test_an_identical_pair_claims_no_more_than_two_runs(pairs):
+    """Repeatable in 2 runs, with the bound and what was not covered; never deterministic."""
+    text = story_text(pairs.make(Outcome.IDENTICAL))
+    assert "No difference found in 1,234 compared records" in text
+    assert "2 runs, repeatable in 2 runs, not proof of determinism" in text
+    assert "up to 95 % of further repeats" in text
+    assert "Not observed: modules between shrinks" in text
+    assert "deterministic" not in text
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_every_outcome_has_a_story(pairs, outcome):
+    """No outcome leaves a hole in a sentence."""
+    text = story_text(pairs.make(outcome))
+    assert text.splitlines()[0].endswith(".")
+    assert "None" not in text
+    assert "nan" not in text
+
+
+def test_absence_is_told_for_what_it_is(pairs):
+    """Without a propagating root, without any root, with two reductions, with a foreign root."""
+    bare = {"first_surviving": None, "first_propagating": None, "roots": ()}
+    absorbed = pairs.row(fate=Fate.ABSORBED)
+    text = story_text(pairs.make(first_propagating=None, first_surviving=absorbed))
+    assert "No surviving root was seen to propagate" in text
+    text = story_text(pairs.make(**bare, first_difference=None, root_rows=0))
+    assert "entered where nothing was recorded" in text
+    variant = pairs.row(origin=Origin.CONFIGURATION_VARIANT)
+    text = story_text(pairs.make(**bare, same_reduction=False, first_variant=variant))
+    assert "there are no roots, only a first configuration-variant" in text
+    foreign = ForeignRoot(
+        "model.layers.0.self_attn/sdpa#0", "operation", 0, 4, Origin.ROOT, "Its inputs were equal."
+    )
+    text = story_text(pairs.make(foreign_root=foreign))
+    assert "operation model.layers.0.self_attn/sdpa#0, prefill, token position 4" in text
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "dtype", "expected"),
+    [
+        (0.0, -0.0, torch.bfloat16, "Only the sign of zero differs"),
+        (1.0, math.inf, torch.bfloat16, "There is no bfloat16 rounding boundary"),
+        (1.0, 1.0000001, torch.float32, "nothing is rounded away"),
+        (1.0, 1.0000001, torch.bfloat16, "Both round to 1.0 (0x3f80)"),
+        (1.0, 1.5, torch.float16, "512 boundaries lie between them"),
+    ],
+)
+def test_special_values_have_sentences(pairs, reference, candidate, dtype, expected):
+    """Signs of zero, infinities, FP32 models, latent pairs and many crossed boundaries."""
+    root = pairs.row(pairs.coordinate(reference, candidate, dtype=dtype))
+    assert expected in story_text(pairs.make(first_propagating=root, first_surviving=root))
+
+
+def test_redacted_traces_fall_back_to_ids(pairs):
+    """Where no text was kept the story names token ids."""
+    pair = pairs.make()
+    for trace in (pair.reference, pair.candidate):
+        trace.source.closing = dataclasses.replace(
+            trace.closing, text="", piece_texts=(), prompt_piece_texts=()
+        )
+    assert "token position 5 (token id 105, text not kept)" in story_text(pair)
+
+
+def test_the_summary_fits_one_screen(pairs):
+    """At most 80 columns and 50 lines, the verdict first."""
+    pair = pairs.make()
+    lines = plain_summary(pair.diff, pair.reference, pair.candidate).splitlines()
+    assert lines[0].startswith("Token flipped")
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 50
+
+
+def test_terminal_and_plain_summary_say_the_same(pairs):
+    """rich shows the same sentences, and never reads a token as markup."""
+    pair = pairs.hostile()
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(terminal_summary(pair.diff, pair.reference, pair.candidate))
+    shown = "".join(capture.get().split())
+    for sentence in plain_summary(pair.diff, pair.reference, pair.candidate).split("\n  "):
+        assert "".join(sentence.split("\n\n")[0].split()) in shown
+
+
+def test_no_control_character_reaches_a_terminal(pairs):
+    """Escapes, bidi controls and lone surrogates leave as visible names."""
+    pair = pairs.hostile()
+    text = plain_summary(pair.diff, pair.reference, pair.candidate)
+    text.encode("utf-8")
+    assert not re.search(
+        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]", text
+    )
+    assert json.loads(json.dumps(text)) == text

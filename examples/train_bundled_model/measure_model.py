@@ -316,7 +316,7 @@ def main() -> None:
     result = measure(
         options.folder / "model",
         options.folder / "adapter",
-        [Question(row["question"], row["answer"]) for row in rows],
+        [Question(row["prompt"], row["answer"]) for row in rows],
         device=options.device,
         batch=options.batch,
         seeds=options.seeds,

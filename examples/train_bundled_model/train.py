@@ -310,7 +310,7 @@ def write_prompts(recipe: Recipe, out: Path) -> None:
     """The first held-out problems, unselected, one JSON object a line."""
     with (out / "prompts.jsonl").open("w") as lines:
         for problem in held_out_problems(recipe.seed, recipe.prompts):
-            row = {"question": problem.question, "answer": problem.answer}
+            row = {"prompt": problem.question, "answer": problem.answer}
             lines.write(json.dumps(row) + "\n")
 
 

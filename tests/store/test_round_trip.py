@@ -193,6 +193,10 @@ BAD_STEPS = {
         record,
         [replace(frames[0], digests=frames[0].digests[1:]), *frames[1:]],
     ),
+    "several frames of one kind": lambda record, frames: (
+        replace(record, frames=("shrink", "shrink")),
+        [frames[0], frames[0]],
+    ),
     "no step record": lambda record, frames: (None, frames),
 }
 

@@ -32,7 +32,7 @@ _Job = tuple[StepRecord | None, "Frames | Assemble", "Wait | None"]
 #: Layout objects remembered by identity, so that a layout is turned into text once, not once per step.
 _REMEMBERED_LAYOUTS = 256
 #: Pages in the write-ahead log before they are moved into the file.
-_CHECKPOINT_PAGES = 128
+_CHECKPOINT_PAGES = 256
 
 
 class TraceWriter:
@@ -212,6 +212,10 @@ class TraceWriter:
                 f"{self.path}: step {step.step} lists frames {', '.join(step.frames) or 'none'}; "
                 f"got {', '.join(frame.kind for frame in frames) or 'none'}"
             )
+        if len(set(step.frames)) != len(step.frames):
+            raise InputError(
+                f"{self.path}: step {step.step} has several frames of one kind: {', '.join(step.frames)}"
+            )
         for frame in frames:
             size = memoryview(frame.payload).nbytes
             if frame.step != step.step or size != frame.layout.size_bytes:
@@ -271,7 +275,8 @@ class TraceWriter:
         execute = self._connection.execute
         execute(f"PRAGMA page_size = {schema.PAGE_BYTES}")
         execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = NORMAL")
+        # A killed process loses nothing by this, a power cut may: see the decision log.
+        execute("PRAGMA synchronous = OFF")
         execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
         execute("PRAGMA cache_size = -4096")
         execute("BEGIN IMMEDIATE")
@@ -301,6 +306,7 @@ class TraceWriter:
                 schema.INSERT_DOCUMENT,
                 (schema.CLOSING, text, seals.seal_document(schema.CLOSING, text)),
             )
+            self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.execute("PRAGMA journal_mode = DELETE").fetchall()
         except sqlite3.Error as error:

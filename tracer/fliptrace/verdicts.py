@@ -84,7 +84,8 @@ class RowDifference:
         row_class: the worst class among the row's coordinates.
         fate: for surviving rows, what the projection's output row shows.
         latent: how many coordinates are latent; surviving likewise.
-        coordinates: the surviving coordinates; for a row without any, its first latent one. At most 64, the rest counted.
+        coordinates: the surviving coordinates; for a row without any, its first latent one. At most 64, the rest
+            counted.
     """
 
     site: Site
@@ -217,7 +218,8 @@ class Grid:
         phase: ``prefill`` (columns are token positions) or ``decode`` (columns are steps 1 .. n).
         rows: labels with what they are: ("shrink", Site) or ("key", layer) or ("value", layer), in execution order.
         columns: absolute token positions, or steps.
-        classes: int8 [rows, columns] of CoordinateClass, the worst of the cell; NOT_OBSERVED where nothing was recorded.
+        classes: int8 [rows, columns] of CoordinateClass, the worst of the cell; NOT_OBSERVED where nothing was
+            recorded.
         magnitudes: float32 [rows, columns], max |reference - candidate| (FP32 for shrinks, 16-bit values for K and V);
             0 where equal.
         ulps: int64 [rows, columns], max distance in ULP of the record's dtype.

@@ -77,20 +77,17 @@ class CoverageLedger:
         missing = [*span.notes, *(f"{text} ({_steps(at)})." for text, at in self._gaps.items())]
         if len(missing) > _SENTENCES:
             missing[_SENTENCES:] = [f"{len(missing) - _SENTENCES} more gaps of this sort."]
+        stated = [*_stated(reference), *_stated(candidate)]
         return Coverage(
             steps_compared=span.steps,
             records_compared=self._records,
             elements_compared=self._elements,
-            not_observed=tuple(
-                dict.fromkeys(
-                    (*_stated(reference), *_stated(candidate), *self._kinds_not_recorded(), *extra)
-                )
-            ),
+            not_observed=tuple(dict.fromkeys((*stated, *self._kinds_not_recorded(stated), *extra))),
             missing=tuple(missing),
             observer_control=_observer_control(reference, candidate),
         )
 
-    def _kinds_not_recorded(self) -> Iterable[str]:
+    def _kinds_not_recorded(self, stated: Iterable[str]) -> Iterable[str]:
         if not self._records:
             return
         if not {Kind.OPERAND, Kind.OPERAND_VALUES} & self._kinds:
@@ -104,7 +101,9 @@ class CoverageLedger:
             yield "Key and value rows were not recorded in both traces."
         if not {Kind.LOGITS_DIGEST, Kind.LOGITS_FULL} & self._kinds:
             yield "Logits beyond the largest were not recorded in both traces."
-        if Kind.OPERATION_OUTPUT not in self._kinds:
+        if Kind.OPERATION_OUTPUT not in self._kinds and not any(
+            "--modules" in one for one in stated
+        ):
             yield (
                 "Operations between the LoRA projections were not recorded; a difference that enters there is seen "
                 "only at the next record (--modules records them)."

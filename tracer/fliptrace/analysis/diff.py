@@ -160,13 +160,12 @@ class PairWalk:
         self.evidence.append(evidence)
 
     def _take_rows(self, evidence: StepEvidence) -> None:
-        per_row = evidence.elements.unsqueeze(1) * evidence.observed
-        equal_operand = evidence.operand.known & ~evidence.operand.differs
-        self._ledger.count_elements(int(per_row.sum()))
-        self._counts["equal_operand_elements"] += int((per_row * equal_operand).sum())
+        self._ledger.count_elements(evidence.element_count)
+        self._counts["equal_operand_elements"] += evidence.equal_operand_count
         classes = evidence.classes
-        if not bool((classes > 0).any()):
+        if evidence.equal or not bool((classes > 0).any()):
             return
+        equal_operand = evidence.operand.equal
         self._structural |= bool((classes == int(CoordinateClass.STRUCTURAL)).any())
         surviving = evidence.surviving * equal_operand
         self._counts["equal_operand_surviving"] += int(surviving.sum())

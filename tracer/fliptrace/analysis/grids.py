@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,16 +39,25 @@ class GridBuilder:
         self._prefill: list[_Cells] = []
         self._decode: list[_Cells] = []
         self._rows: dict[Row, None] = {}
+        # Equal steps share their tensors: (classes, cells) by the identity of the classes.
+        self._shared: dict[int, tuple[Tensor, list[_Cells]]] = {}
 
     def add(self, evidence: StepEvidence) -> None:
         """Take one step's cells."""
-        shrink = _shrink_cells(evidence)
-        found = [shrink, *_cache_cells(evidence)]
-        self._rows |= dict.fromkeys(row for cells in found for row in cells.rows)
-        if evidence.step == 0:
-            self._prefill.extend(found)
+        known = self._shared.get(id(evidence.classes))
+        if known is None:
+            found = [_shrink_cells(evidence), *_cache_cells(evidence)]
+            self._rows |= dict.fromkeys(row for cells in found for row in cells.rows)
+            if evidence.step > 0:
+                found = [_worst_row(cells) for cells in found]
+            if evidence.equal:
+                self._shared[id(evidence.classes)] = (evidence.classes, found)
         else:
-            self._decode.extend(_worst_row(cells) for cells in found)
+            found = [
+                replace(cells, step=evidence.step, first_position=evidence.first_position)
+                for cells in known[1]
+            ]
+        (self._decode if evidence.step > 0 else self._prefill).extend(found)
 
     def finish(self, steps: Sequence[StepRecord]) -> dict[str, Grid]:
         """Lay out the grids.
@@ -146,18 +155,25 @@ def _laid_out(phase: str, rows: list[Row], columns: tuple[int, ...], found: list
     fields[0].fill_(int(CoordinateClass.NOT_OBSERVED))
     places = {row: number for number, row in enumerate(rows)}
     column_of = {column: number for number, column in enumerate(columns)}
-    indices: dict[tuple[Row, ...], Tensor] = {}
+    together: dict[tuple[Row, ...], list[_Cells]] = {}
     for cells in found:
-        if not cells.rows:
-            continue
-        index = indices.get(cells.rows)
-        if index is None:
-            index = torch.tensor([places[row] for row in cells.rows])
-            indices[cells.rows] = index
-        start = column_of[cells.step if phase == "decode" else cells.first_position]
-        window = (index, slice(start, start + cells.fields[0].shape[1]))
-        for target, values in zip(fields, cells.fields, strict=True):
-            target[window] = values
+        if cells.rows:
+            together.setdefault(cells.rows, []).append(cells)
+    for labels, members in together.items():
+        index = torch.tensor([places[row] for row in labels]).unsqueeze(1)
+        starts = [
+            column_of[cells.step if phase == "decode" else cells.first_position]
+            for cells in members
+        ]
+        widths = [cells.fields[0].shape[1] for cells in members]
+        at = torch.cat(
+            [
+                torch.arange(start, start + width)
+                for start, width in zip(starts, widths, strict=True)
+            ]
+        )
+        for number, target in enumerate(fields):
+            target[index, at] = torch.cat([cells.fields[number] for cells in members], dim=1)
     return Grid(
         phase=phase,
         rows=tuple(_labelled(row) for row in rows),

@@ -20,6 +20,11 @@ from fliptrace.verdicts import ForeignRoot, Origin
 SHRINK_OPERATION = "lora_shrink"
 
 
+_DIGESTED_KINDS = frozenset(
+    (Kind.MODULE_INPUT, Kind.MODULE_OUTPUT, Kind.OPERATION_INPUT, Kind.OPERATION_OUTPUT)
+)
+
+
 @dataclass(frozen=True)
 class _Differences:
     """Which rows of which records of one kind differ: label -> bool [rows], labels in the reference's order."""
@@ -114,6 +119,8 @@ def find_unexplained_module(
     Only for steps in which nothing else differs: a module's output may depend on rows and caches that its own input
     digests do not cover, so that a module is named when nothing better was recorded.
     """
+    if not evidence.differing_kinds & _DIGESTED_KINDS:
+        return None
     latent = [
         key for key, row in zip(evidence.keys, evidence.classes, strict=True) if (row > 0).any()
     ]

@@ -126,6 +126,8 @@ def count_records(evidence: Sequence[StepEvidence]) -> int:
     """Count the differing records without building their graph."""
     total = 0
     for step in evidence:
+        if step.equal:
+            continue
         matrices = (step.operand.differs, step.classes > 0, step.projection.differs)
         total += sum(int(matrix.any(dim=1).sum()) for matrix in matrices)
         if step.cache is not None:
@@ -454,10 +456,11 @@ def _source(evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
         record
         for record in _records(step).values()
         if record.node[1] == "logits"
-        or (record.node[1] in ("key", "value")
-        and start.kind == "cache")
-        or (record.node[1] in ("operand", "projection")
-        and step.keys.index(str(record.node[2])) >= start.before_order)
+        or (record.node[1] in ("key", "value") and start.kind == "cache")
+        or (
+            record.node[1] in ("operand", "projection")
+            and step.keys.index(str(record.node[2])) >= start.before_order
+        )
     ]
     order = {"key": 0, "value": 0, "operand": 1, "projection": 1, "logits": 2}
     after.sort(key=lambda one: order[one.node[1]])

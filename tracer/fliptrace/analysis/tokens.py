@@ -76,9 +76,6 @@ def compare_step(
         after: the candidate's.
         logits: both steps' logits; None where they are not to be compared (equal, or the flip step).
     """
-    elements = evidence.observed.sum(1) * evidence.elements
-    cache = evidence.cache
-    rows_differ = cache is not None and bool((cache.counts > 0).any())
     return StepComparison(
         step=evidence.step,
         reference_margin=before.margin,
@@ -89,10 +86,10 @@ def compare_step(
         largest_logit_difference=_largest_difference(*logits)
         if logits
         else _no_difference(evidence),
-        shrink_latent=int(evidence.latent.sum()),
-        shrink_surviving=int(evidence.surviving.sum()),
-        shrink_elements=int(elements.sum()),
-        cache_differs=rows_differ or Kind.CACHE in evidence.differing_kinds,
+        shrink_latent=0 if evidence.equal else int(evidence.latent.sum()),
+        shrink_surviving=0 if evidence.equal else int(evidence.surviving.sum()),
+        shrink_elements=evidence.element_count,
+        cache_differs=Kind.CACHE in evidence.differing_kinds,
     )
 
 

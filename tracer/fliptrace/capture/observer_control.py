@@ -66,7 +66,8 @@ def observer_control(
             raise ObserverEffectError(
                 f"recording changed the execution: at step {step} the unrecorded run chose token {before[0]} (logits "
                 f"digest {before[1]}) and the recorded run token {after[0]} ({after[1]}) under "
-                f"{reduction['identity']}. Nothing recorded on this machine can be trusted; please report it with your manifest"
+                f"{reduction['identity']}. Nothing recorded on this machine can be trusted; please "
+                "report it with your manifest"
             )
     return (
         f"{len(plain)} steps under {reduction['identity']} ({reduction['schedule']}), recorded and unrecorded: tokens "

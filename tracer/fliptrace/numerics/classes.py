@@ -70,7 +70,7 @@ def special_difference(reference: float, candidate: float) -> SpecialDifference 
 
     The caller has found the bits to differ; both values come as Python floats.
     """
-    if reference != reference and candidate != candidate:  # noqa: PLR0124 (the NaN test that needs no import)
+    if reference != reference and candidate != candidate:
         return SpecialDifference.NAN_PAYLOAD
     if reference == 0 and candidate == 0:
         return SpecialDifference.SIGN_OF_ZERO

@@ -1,13 +1,14 @@
 """A 128-bit digest of tensor bits that is the same on every device and is computed where the tensor lives.
 
-Why not a cryptographic hash: it would need the bytes on the host, one copy per record. Why not torch.hash_tensor: it is
-an XOR, blind to order. Why not a weighted sum: flipping the sign bits of two elements cancels. Here every 64-bit word of
-a row (four 16-bit or two 32-bit elements) is mixed with its position by a non-linear bijection first (the finaliser of
-SplitMix64) and only then summed modulo 2**64, in two lanes. Sums commute, so devices may add in any order.
+Why not a cryptographic hash: it would need the bytes on the host, one copy per record. Why not torch.hash_tensor: it
+is an XOR, blind to order. Why not a weighted sum: flipping the sign bits of two elements cancels. Here every 64-bit
+word of a row (four 16-bit or two 32-bit elements) is mixed with its position by a non-linear bijection first (the
+finaliser of SplitMix64) and only then summed modulo 2**64, in two lanes. Sums commute, so devices may add in any
+order.
 
 A row digest covers the bits and positions of one row, its length in bytes and its dtype. The digest of a tensor
-combines its row digests with their row positions; the digest of a cache combines those of its rows, so that a new row is
-one addition. It protects against accidents, not against an adversary.
+combines its row digests with their row positions; the digest of a cache combines those of its rows, so that a new row
+is one addition. It protects against accidents, not against an adversary.
 
 Source: own; mixing constants from Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
 """
@@ -81,9 +82,19 @@ def row_words(values: Tensor) -> Tensor:
     Returns:
         int64 [N, ceil(W * itemsize / 8)]; a view where the row is contiguous, aligned and a multiple of 8 bytes.
     """
+    count, width = values.shape
     values = values.contiguous()
-    row_bytes = values.shape[1] * values.element_size()
-    if row_bytes % _WORD_BYTES == 0 and values.data_ptr() % _WORD_BYTES == 0:
+    if values.stride() != (
+        width,
+        1,
+    ):  # torch calls a tensor with a dimension of size 1 contiguous whatever its strides
+        values = values.as_strided((count, width), (width, 1))
+    row_bytes = width * values.element_size()
+    aligned = (
+        values.storage_offset() * values.element_size() % _WORD_BYTES == 0
+        and values.data_ptr() % _WORD_BYTES == 0
+    )
+    if row_bytes % _WORD_BYTES == 0 and aligned:
         return values.view(torch.int64)
     padded_bytes = -(-row_bytes // _WORD_BYTES) * _WORD_BYTES
     padded = torch.zeros((values.shape[0], padded_bytes), dtype=torch.uint8, device=values.device)
@@ -134,7 +145,7 @@ def digest_rows(values: Tensor) -> Tensor:
     """
     if values.dim() == 0:
         raise ValueError("digest_rows needs at least one dimension; give a scalar as shape [1]")
-    rows = values.reshape(values.shape[0], -1)
+    rows = values.reshape(values.shape[0], values.shape[1:].numel())
     if rows.shape[1] == 0:
         sums = torch.zeros((rows.shape[0], 2), dtype=torch.int64, device=values.device)
     else:

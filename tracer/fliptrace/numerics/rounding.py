@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -103,7 +104,8 @@ class BoundaryReport:
             of the 16-bit type.
         reference_on_boundary: the reference lies exactly on a boundary (a tie, rounded to even).
         candidate_on_boundary: likewise for the candidate.
-        reference_distance: reference - boundary, exact in float64; None without a boundary.
+        reference_distance: reference - boundary, rounded once to float64 (exact unless the two differ by a factor of
+            2**29 or more); None without a boundary.
         candidate_distance: candidate - boundary.
     """
 
@@ -115,17 +117,6 @@ class BoundaryReport:
     candidate_on_boundary: bool
     reference_distance: float | None
     candidate_distance: float | None
-
-
-def _neighbours(value: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the largest 16-bit value <= value and the smallest >= value (equal when representable)."""
-    rounded = torch.tensor(value, dtype=torch.float64).to(torch.float32).to(dtype)
-    as_float = float(rounded)
-    if as_float == value:
-        return value, value
-    direction = math.inf if as_float < value else -math.inf
-    other = float(torch.nextafter(rounded, torch.tensor(direction, dtype=dtype)))
-    return (as_float, other) if as_float < value else (other, as_float)
 
 
 def nearest_boundary(value: float, dtype: torch.dtype) -> float | None:
@@ -141,15 +132,17 @@ def nearest_boundary(value: float, dtype: torch.dtype) -> float | None:
     """
     if dtype not in SIXTEEN_BIT_TYPES or not math.isfinite(value):
         return None
-    lower, upper = _neighbours(value, dtype)
-    if lower != upper:
-        midpoint = (lower + upper) / 2
-        return midpoint if math.isfinite(midpoint) else None
-    exact = torch.tensor(value, dtype=dtype)
-    above = float(torch.nextafter(exact, torch.tensor(math.inf, dtype=dtype)))
-    below = float(torch.nextafter(exact, torch.tensor(-math.inf, dtype=dtype)))
-    candidates = [(value + other) / 2 for other in (below, above) if math.isfinite(other)]
-    return min(candidates, key=lambda midpoint: (abs(midpoint - value), -abs(midpoint)))
+    rounded = torch.tensor(value, dtype=torch.float32).to(dtype)
+    if not math.isfinite(float(rounded)):
+        return None
+    neighbours = [
+        float(torch.nextafter(rounded, torch.tensor(direction, dtype=dtype)))
+        for direction in (-math.inf, math.inf)
+    ]
+    midpoints = [(float(rounded) + other) / 2 for other in neighbours if math.isfinite(other)]
+    return min(
+        midpoints, key=lambda midpoint: (abs(Fraction(midpoint) - Fraction(value)), -abs(midpoint))
+    )
 
 
 def boundary_report(reference: float, candidate: float, dtype: torch.dtype) -> BoundaryReport:

@@ -4,11 +4,13 @@ import os
 import random
 import shutil
 import sqlite3
+import time
+from dataclasses import replace
 
 import pytest
 
 from fliptrace.errors import TraceCorruptError, TraceReadError, TraceVersionError
-from fliptrace.store import TraceReader, open_trace, schema, verify_trace
+from fliptrace.store import TraceReader, TraceWriter, open_trace, schema, verify_trace
 
 SAMPLED_POSITIONS = 1500
 
@@ -106,10 +108,6 @@ def test_a_changed_record_is_named(record, samples, tmp_path):
 
 def test_a_record_that_was_wrong_before_it_was_sealed_is_named(samples, tmp_path):
     """A payload that does not match the digest that came with it is a finding, though its seal is right."""
-    from dataclasses import replace
-
-    from fliptrace.store import TraceWriter
-
     step, frames = samples.make_step(0)
     wrong = bytearray(frames[2].payload)
     wrong[-1] ^= 1
@@ -224,3 +222,37 @@ def test_no_permission_is_one_line(record, tmp_path):
             open_trace(path)
     finally:
         os.seteuid(user)
+
+
+def test_a_damaged_log_only_shortens_a_trace(samples, tmp_path):
+    """In a trace that was not closed, a flipped bit in the log beside it is named or ends the trace earlier."""
+    path, copy = tmp_path / "t", tmp_path / "copy"
+    logs = {"": path, "-wal": tmp_path / "t-wal"}
+    with TraceWriter(path, samples.MANIFEST) as writer:
+        for step in range(6):
+            writer.write_step(*samples.make_step(step))
+        while writer.acknowledged < 5:
+            time.sleep(0.001)
+        data = {suffix: file.read_bytes() for suffix, file in logs.items()}
+        writer.abandon("test")
+    source, lengths = random.Random(3), set()
+    for _ in range(150):
+        for leftover in tmp_path.glob("copy*"):
+            leftover.unlink()
+        (tmp_path / "copy").write_bytes(data[""])
+        log = data["-wal"]
+        flipped(tmp_path / "copy-wal", log, source.randrange(len(log)), source.randrange(8))
+        outcome = read_all_or_error(samples, copy)
+        if isinstance(outcome, TraceReadError):
+            continue
+        with TraceReader(copy) as reader:
+            assert not reader.closing.complete
+            lengths.add(len(reader.steps))
+            for step in reader.steps:
+                record, frames = samples.make_step(step.step)
+                assert step == record
+                found = reader.step_frames(step.step)
+                assert [found[frame.kind].payload for frame in frames] == [
+                    frame.payload for frame in frames
+                ]
+    assert len(lengths) > 3

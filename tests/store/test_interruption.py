@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fliptrace.store import TraceReader, open_trace
+from fliptrace.store import TraceReader, TraceWriter, open_trace
 
 FOLDER = Path(__file__).parent
 
@@ -119,8 +119,6 @@ def test_file_size_limit_keeps_acknowledged_steps(samples, tmp_path):
 
 def test_trace_is_readable_while_it_is_written(samples, tmp_path):
     """A reader of a running recording sees what is acknowledged."""
-    from fliptrace.store import TraceWriter
-
     path = tmp_path / "live.trace"
     with TraceWriter(path, samples.MANIFEST) as writer:
         for step in range(5):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import os
 import stat
@@ -96,8 +97,6 @@ def test_what_is_written_is_read_back(samples, data, count, part_bytes):
 
 def test_a_trace_is_one_private_file(record, tmp_path):
     """While it is written and afterwards, only the owner may read; when closed, nothing lies beside the file."""
-    from fliptrace.store import TraceWriter
-
     old = os.umask(0)
     try:
         with TraceWriter(tmp_path / "open", Manifest({})) as writer:
@@ -257,6 +256,20 @@ def test_leaving_by_an_exception_marks_the_trace(samples, tmp_path):
     assert open_trace(tmp_path / "u").closing.stop_reason.endswith("without a closing record")
     with pytest.raises(InputError, match="is closed"):
         writer.write_step(*samples.make_step(1))
+
+
+def test_a_trace_that_nobody_uses_is_closed(record, tmp_path):
+    """open_trace leaves no open file behind once its trace is gone; closing twice is harmless."""
+    path = record(tmp_path / "t")
+    trace = open_trace(path)
+    files = [file.path for file in psutil.Process().open_files()]
+    assert str(path) in files
+    del trace
+    gc.collect()
+    assert str(path) not in [file.path for file in psutil.Process().open_files()]
+    reader = TraceReader(path)
+    reader.close()
+    reader.close()
 
 
 def test_what_is_not_there_is_said(record, tmp_path):

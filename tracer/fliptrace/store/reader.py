@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +63,8 @@ class TraceReader:
         self._frame_seals: list[bytes] = []
         self._opened = open_file(self.path)
         self._connection = self._opened.connection
+        # A trace from open_trace is closed when nobody uses it any more.
+        self._release = weakref.finalize(self, self._opened.close)
         try:
             documents = self._read_documents()
             self.manifest = Manifest.from_json(documents[schema.MANIFEST][0].decode())
@@ -76,7 +79,7 @@ class TraceReader:
 
     def close(self) -> None:
         """Close the file. Frames that were read stay usable."""
-        self._opened.close()
+        self._release()
 
     def __enter__(self) -> TraceReader:
         """Return the reader."""

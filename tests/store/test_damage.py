@@ -12,7 +12,7 @@ import pytest
 from fliptrace.errors import TraceCorruptError, TraceReadError, TraceVersionError
 from fliptrace.store import TraceReader, TraceWriter, open_trace, schema, verify_trace
 
-SAMPLED_POSITIONS = 1500
+SAMPLED_POSITIONS = 1000
 
 
 def read_all(samples, path):

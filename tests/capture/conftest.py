@@ -18,7 +18,7 @@ from fliptrace.store import TraceWriter, open_trace
 from fliptrace.trace import Closing
 
 
-def load_neighbour(path: Path) -> ModuleType:
+def module_from(path: Path) -> ModuleType:
     """Import a module that is no part of a package by its file."""
     if path.stem in sys.modules:
         return sys.modules[path.stem]
@@ -30,9 +30,15 @@ def load_neighbour(path: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def load_neighbour():
+    """A function that imports a module that is no part of a package."""
+    return module_from
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """The module that makes tiny models."""
-    return load_neighbour(Path(__file__).parent / "tiny_models.py")
+    return module_from(Path(__file__).parent / "tiny_models.py")
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,34 @@ def test_a_broken_chain_is_not_called_a_way(kit):
     assert any("No chain" in sentence for sentence in summary.sentences)
 
 
+def test_a_later_root_that_reaches_the_flip_is_named(kit):
+    """When the first propagating root dies out, the way starts at the first root that leads to the flip."""
+    one, other = a_flip_from_the_prefill(kit)
+    early = "model.layers.0.self_attn.q_proj"
+    other = changed(kit, other, 0, Kind.SHRINK, early, [(4, 0)])
+    other = changed(kit, other, 0, Kind.PROJECTION, early, [(4, 0)], 0)
+    diff = compare(one, other)
+    assert diff.first_propagating.site.path == early
+    summary = diff.propagation
+    assert summary.reaches_flip is False
+    assert summary.path[0] == "layer-0 mlp.up_proj shrink"
+    assert any(
+        "layer-0 mlp.up_proj at token position 2 in the prefill" in s for s in summary.sentences
+    )
+
+
+def test_the_chain_counts_only_rows_that_the_root_can_reach(kit):
+    """Cache rows at earlier positions are not laid at the root's door."""
+    one, other = a_flip_from_the_prefill(kit)
+    key = "model.layers.1.self_attn.k_proj"
+    other = changed(kit, other, 0, Kind.SHRINK, key, [(1, 1)])
+    other = changed(kit, other, 0, Kind.PROJECTION, key, [(1, 0)], 0)
+    other = changed(kit, other, 0, Kind.CACHE, "cache.1", [(0, 1, 0, 0)], 3)
+    diff = compare(one, other)
+    assert diff.cache_differences[0].positions == (1, 2)
+    assert "0 key and 2 value elements at position 2 ->" in diff.propagation.sentences[1]
+
+
 def test_a_way_through_intermediate_steps_is_found(kit):
     """When the flip's step reads only what a later step cached, the way goes through that step."""
     one, other = a_flip_from_the_prefill(kit)

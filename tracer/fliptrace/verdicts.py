@@ -246,7 +246,8 @@ class PropagationSummary:
         sentences: for people, in order.
         nodes: differing records in the graph (before pruning).
         reaches_flip: a path of differing records leads from the root to the flip's logits; None without root or flip.
-        path: the records of one shortest path, as names.
+        path: the records of one shortest path to the flip, as names: from the root, or, where it does not reach the
+            flip, from the first root that does.
         separable: False where operands were kept as digests only, so that "added here" cannot be told from "inherited".
     """
 

@@ -16,7 +16,7 @@ from fliptrace.analysis.coverage import CoverageLedger
 from fliptrace.analysis.evidence import ROOT, VARIANT, StepEvidence, StepReader
 from fliptrace.analysis.foreign import ForeignSearch
 from fliptrace.analysis.grids import GridBuilder
-from fliptrace.analysis.propagation import summarise
+from fliptrace.analysis.summary import summarise
 from fliptrace.analysis.tokens import StepLogits, compare_step, describe_flip, logits_differ
 from fliptrace.errors import InputError
 from fliptrace.manifest import differing_keys
@@ -273,7 +273,7 @@ class PairWalk:
             cache_differences=tuple(self._cache),
             steps=tuple(self._steps),
             grids=grids,
-            propagation=summarise(self.evidence, self._start(), self._flip, tuple(self._cache)),
+            propagation=summarise(self.evidence, self._start(), self._flip, self._roots),
             coverage=self._ledger.finish(reference, candidate, span, self._remarks()),
             manifest_differences=tuple(differing_keys(reference.manifest, candidate.manifest)),
             generated=(len(reference.steps), len(candidate.steps)),

@@ -21,6 +21,8 @@ from fliptrace.analysis.align import (
     labels,
     same_bytes,
 )
+from fliptrace.analysis.cache_rows import CacheEvidence, read_cache
+from fliptrace.analysis.frame_rows import largest_per_row, magnitude, row_width, rows_that_differ
 from fliptrace.numerics import CoordinateClass, classify, integer_view, ulp_distance
 from fliptrace.trace import Frame, Kind, StepRecord
 
@@ -61,28 +63,6 @@ class RowEvidence:
     def equal(self) -> Tensor:
         """Recorded in both and equal, bool [S, T]."""
         return self.known & ~self.differs
-
-
-@dataclass
-class CacheEvidence:
-    """Key and value rows written in one step, C cache layers by T rows.
-
-    Attributes:
-        layers: layer numbers.
-        known: recorded in both, bool [C, T].
-        counts: differing elements, int64 [C, 2, T]; keys first.
-        magnitudes: float32 [C, 2, T]; ulps: int64 [C, 2, T].
-        elements: elements of the layer's record.
-        unpaired: places of layers whose record the candidate lacks or has in another shape.
-    """
-
-    layers: tuple[int, ...]
-    known: Tensor
-    counts: Tensor
-    magnitudes: Tensor
-    ulps: Tensor
-    elements: tuple[int, ...]
-    unpaired: tuple[int, ...] = ()
 
 
 @dataclass
@@ -198,7 +178,10 @@ class StepReader:
         evidence.projection = self._read_digests(evidence, Kind.PROJECTION, reference, candidate)
         evidence.live &= evidence.projection.differs | ~evidence.projection.known
         _decide_origins(evidence, self._same_reduction)
-        evidence.cache = self._read_cache(evidence, reference, candidate)
+        before, after = reference.get(Kind.CACHE), candidate.get(Kind.CACHE)
+        if before is not None and after is not None:
+            pair = self.pair(before, after)
+            evidence.cache = read_cache(pair, before, after, rows, Kind.CACHE in differing)
         per_row = evidence.elements.unsqueeze(1) * evidence.observed
         evidence.element_count = int(per_row.sum())
         evidence.equal_operand_count = int((per_row * evidence.operand.equal).sum())
@@ -243,14 +226,14 @@ class StepReader:
             shape = group.entry.shape
             count = min(shape[0], evidence.rows)
             evidence.observed[sites, evidence.rows - count :] = True
-            evidence.elements[sites] = _width(shape)
+            evidence.elements[sites] = row_width(shape)
             if Kind.SHRINK in evidence.differing_kinds:
                 self._classify_group(evidence, group, sites, before, after)
 
     def _classify_group(
         self, evidence: StepEvidence, group: Group, sites: Tensor, before: Frame, after: Frame
     ) -> None:
-        count, width = min(group.entry.shape[0], evidence.rows), _width(group.entry.shape)
+        count, width = min(group.entry.shape[0], evidence.rows), row_width(group.entry.shape)
         one, other = (
             group_tensor(frame, places, group.entry).reshape(len(sites), -1, width)[:, -count:]
             for frame, places in ((before, group.rows), (after, group.columns))
@@ -315,92 +298,6 @@ class StepReader:
                 found = rows_that_differ(group, before, after)[:, -count:]
                 differs[sites[here], evidence.rows - count :] = found[here]
         return RowEvidence(known, differs)
-
-    def _read_cache(
-        self, evidence: StepEvidence, reference: Frames, candidate: Frames
-    ) -> CacheEvidence | None:
-        before, after = reference.get(Kind.CACHE), candidate.get(Kind.CACHE)
-        if before is None or after is None:
-            return None
-        pair = self.pair(before, after)
-        layers = [cache_layer(entry.key) for entry in before.layout.entries]
-        shape = (len(layers), 2, evidence.rows)
-        cache = CacheEvidence(
-            layers=tuple(layers),
-            known=torch.zeros((len(layers), evidence.rows), dtype=torch.bool),
-            counts=torch.zeros(shape, dtype=torch.int64),
-            magnitudes=torch.zeros(shape),
-            ulps=torch.zeros(shape, dtype=torch.int64),
-            elements=tuple(_product(entry.shape) for entry in before.layout.entries),
-            unpaired=(*pair.only_reference, *(one for one, _ in pair.reshaped)),
-        )
-        for group in pair.groups:
-            places = torch.tensor(group.rows)
-            count = min(group.entry.shape[1], evidence.rows)
-            cache.known[places, evidence.rows - count :] = True
-            if Kind.CACHE in evidence.differing_kinds:
-                _compare_cache(cache, group, before, after, count, evidence.rows)
-        return cache
-
-
-def _compare_cache(
-    cache: CacheEvidence, group: Group, before: Frame, after: Frame, count: int, rows: int
-) -> None:
-    one, other = (
-        group_tensor(frame, places, group.entry)[:, :, -count:].flatten(3)
-        for frame, places in ((before, group.rows), (after, group.columns))
-    )
-    different = (integer_view(one) != integer_view(other)).reshape(-1).nonzero().squeeze(1)
-    if different.numel() == 0:
-        return
-    left, right = one.reshape(-1)[different], other.reshape(-1)[different]
-    cells = one.shape[0] * 2 * count
-    cell = torch.div(different, one.shape[3], rounding_mode="floor")
-    shape = (one.shape[0], 2, count)
-    places = torch.tensor(group.rows)
-    window = (places, slice(None), slice(rows - count, rows))
-    cache.counts[window] = torch.bincount(cell, minlength=cells).view(shape)
-    cache.magnitudes[window] = largest_per_row(magnitude(left, right), cell, cells).view(shape)
-    cache.ulps[window] = largest_per_row(ulp_distance(left, right), cell, cells).view(shape)
-
-
-def rows_that_differ(group: Group, before: Frame, after: Frame) -> Tensor:
-    """Say which rows of paired records differ in any bit: bool [records, rows]."""
-    one, other = (
-        integer_view(group_tensor(frame, places, group.entry)).reshape(
-            len(places), group.entry.shape[0], -1
-        )
-        for frame, places in ((before, group.rows), (after, group.columns))
-    )
-    return (one != other).any(dim=2)
-
-
-def magnitude(reference: Tensor, candidate: Tensor) -> Tensor:
-    """Return |reference - candidate| as float32, infinite where either is NaN (no distance is known)."""
-    difference = (reference.to(torch.float32) - candidate.to(torch.float32)).abs()
-    return difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def largest_per_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return the largest non-negative value of every row, 0 where a row has none: [count]."""
-    return torch.zeros(count, dtype=values.dtype).scatter_reduce_(0, rows, values, "amax")
-
-
-def cache_layer(key: str) -> int:
-    """Return the layer number in ``cache.<layer>``, -1 when the key has another form."""
-    number = key.rpartition(".")[2]
-    return int(number) if number.isdigit() else -1
-
-
-def _width(shape: tuple[int, ...]) -> int:
-    return _product(shape[1:])
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _blank(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fliptrace.analysis.align import Frames
-from fliptrace.analysis.evidence import StepEvidence, StepReader, rows_that_differ
+from fliptrace.analysis.evidence import StepEvidence, StepReader
+from fliptrace.analysis.frame_rows import rows_that_differ
 from fliptrace.trace import Kind
 from fliptrace.verdicts import ForeignRoot, Origin
 

@@ -11,13 +11,20 @@ This is the only module that imports networkx, and only when a graph is asked fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fliptrace.analysis.coordinates import site_of
+from fliptrace.analysis.differing_records import (
+    ONE_ROW,
+    SURVIVING,
+    DifferingRecord,
+    Node,
+    differing_cache_records,
+    differing_records,
+)
 from fliptrace.analysis.evidence import StepEvidence
 from fliptrace.analysis.roles import Role, role_of
 from fliptrace.errors import InputError
@@ -25,30 +32,16 @@ from fliptrace.numerics import CoordinateClass
 from fliptrace.sites import Site
 from fliptrace.trace import Trace
 from fliptrace.verdicts import (
-    CacheDifference,
     Fate,
     Flip,
     ForeignRoot,
     PairDiff,
-    PropagationSummary,
     RowDifference,
 )
 
-#: (step, what, where): where is a site's key (``shrink``), a layer (``key``), or 0 (``logits``).
-Node = tuple[int, str, str | int]
-_ATTENTION_INPUTS = frozenset({Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_IN})
-_LAYERS_NAMED = 3
-_SURVIVING = CoordinateClass.SURVIVING.label
-_ONE_ROW = torch.ones(1, dtype=torch.bool)
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A differing record on its way into the graph."""
-
-    node: Node
-    rows: Tensor  # bool [T]
-    attributes: dict[str, Any]
+#: Records on a way from a root to the flip, with their names; None where there is no way.
+Path = tuple[tuple[Node, str], ...] | None
+ATTENTION_INPUTS = frozenset({Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_IN})
 
 
 def propagation_graph(reference: Trace, candidate: Trace, diff: PairDiff) -> Any:
@@ -98,13 +91,13 @@ def build_graph(
 
     graph = nx.DiGraph()
     wanted = None if steps is None else set(steps)
-    cached: dict[int, _Record] = {}
+    cached: dict[int, DifferingRecord] = {}
     for step in evidence:
-        records = _records(step) if wanted is None or step.step in wanted else {}
+        records = differing_records(step) if wanted is None or step.step in wanted else {}
         flow = _StepFlow(graph, step, records, cached)
         if wanted is None or step.step in wanted:
             flow.connect()
-        cached = flow.cached_after(records or _cache_records(step))
+        cached = flow.cached_after(records or differing_cache_records(step))
     if flip is not None:
         node: Node = (flip.step, "flip", 0)
         graph.add_node(
@@ -122,102 +115,6 @@ def build_graph(
     return graph
 
 
-def count_records(evidence: Sequence[StepEvidence]) -> int:
-    """Count the differing records without building their graph."""
-    total = 0
-    for step in evidence:
-        if step.equal:
-            continue
-        matrices = (step.operand.differs, step.classes > 0, step.projection.differs)
-        total += sum(int(matrix.any(dim=1).sum()) for matrix in matrices)
-        if step.cache is not None:
-            total += int((step.cache.counts.sum(dim=2) > 0).sum())
-        total += bool(step.logits_differ)
-    return total
-
-
-def _records(step: StepEvidence) -> dict[Node, _Record]:
-    """Return the differing records of a step."""
-    found: dict[Node, _Record] = {}
-    for name, matrix in (
-        ("operand", step.operand.differs),
-        ("shrink", step.classes > 0),
-        ("projection", step.projection.differs),
-    ):
-        worst = step.classes.amax(dim=1).tolist() if name == "shrink" else None
-        largest = step.magnitudes.amax(dim=1).tolist() if name == "shrink" else None
-        for number in matrix.any(dim=1).nonzero().squeeze(1).tolist():
-            key = step.keys[number]
-            site = site_of(key)
-            label, magnitude = _SURVIVING, None
-            if worst is not None and largest is not None:
-                label, magnitude = CoordinateClass(worst[number]).label, largest[number]
-            node: Node = (step.step, name, key)
-            found[node] = _record(
-                step, node, matrix[number], f"{_short(site)} {name}", site.layer, label, magnitude
-            )
-    found |= _cache_records(step)
-    if step.logits_differ:
-        node = (step.step, "logits", 0)
-        rows = torch.zeros(step.rows, dtype=torch.bool)
-        rows[-1] = True
-        found[node] = _record(
-            step,
-            node,
-            rows,
-            f"logits of step {step.step}",
-            None,
-            _SURVIVING,
-            None,
-        )
-    return found
-
-
-def _cache_records(step: StepEvidence) -> dict[Node, _Record]:
-    found: dict[Node, _Record] = {}
-    cache = step.cache
-    if cache is None:
-        return found
-    for place, which in (cache.counts.sum(dim=2) > 0).nonzero().tolist():
-        name, layer = ("key", "value")[which], cache.layers[place]
-        node: Node = (step.step, name, layer)
-        found[node] = _record(
-            step,
-            node,
-            cache.counts[place, which] > 0,
-            f"layer-{layer} {name}",
-            layer,
-            _SURVIVING,
-            float(cache.magnitudes[place, which].max()),
-        )
-    return found
-
-
-def _record(
-    step: StepEvidence,
-    node: Node,
-    rows: Tensor,
-    name: str,
-    layer: int | None,
-    label: str,
-    magnitude: float | None,
-) -> _Record:
-    if step.rows == 1:
-        rows, positions = _ONE_ROW, (step.first_position,)
-    else:
-        positions = tuple(step.first_position + row for row in rows.nonzero().squeeze(1).tolist())
-    attributes = {
-        "name": name,
-        "step": step.step,
-        "layer": layer,
-        "record": node[1],
-        "coordinate_class": label,
-        "magnitude": magnitude,
-        "positions": positions,
-    }
-    return _Record(node, rows, attributes)
-
-
 class _StepFlow:
     """Connects the differing records of one step."""
 
@@ -225,14 +122,16 @@ class _StepFlow:
         self,
         graph: Any,
         step: StepEvidence,
-        records: dict[Node, _Record],
-        cached: dict[int, _Record],
+        records: dict[Node, DifferingRecord],
+        cached: dict[int, DifferingRecord],
     ) -> None:
         self._graph = graph
         self._step = step
         self._records = records
         self._cached = cached
-        self._stream: list[_Record] = []  # the last writers of the residual stream that differ
+        self._stream: list[
+            DifferingRecord
+        ] = []  # the last writers of the residual stream that differ
         self._places = {key: number for number, key in enumerate(step.keys)}
         self._operand_known = step.operand.known.any(dim=1).tolist()
         self._projection_known = step.projection.known.any(dim=1).tolist()
@@ -254,7 +153,7 @@ class _StepFlow:
 
     def _connect_layer(self, layer: int | None, sites: list[Site]) -> None:
         roles = {site: role_of(site) for site in sites}
-        inputs = [site for site in sites if roles[site] in _ATTENTION_INPUTS]
+        inputs = [site for site in sites if roles[site] in ATTENTION_INPUTS]
         outputs = [site for site in sites if roles[site] is Role.ATTENTION_OUT]
         attention = [self._connect_site(site, self._stream) for site in inputs]
         if layer is not None:
@@ -279,10 +178,10 @@ class _StepFlow:
                 record = self._connect_site(site, self._stream)
                 self._write([] if record is None else [record], inherited=True)
 
-    def _connect_cache(self, layer: int, inputs: list[Site]) -> list[_Record]:
+    def _connect_cache(self, layer: int, inputs: list[Site]) -> list[DifferingRecord]:
         """Connect what a layer caches; return what its attention reads from the cache."""
         step = self._step.step
-        found: list[_Record] = []
+        found: list[DifferingRecord] = []
         for name, own in (("key", Role.KEY), ("value", Role.VALUE)):
             record = self._records.get((step, name, layer))
             if record is None:
@@ -298,7 +197,9 @@ class _StepFlow:
             found.append(self._cached[layer])
         return found
 
-    def _close_block(self, outputs: list[Site], sources: list[_Record], *, mixes: bool) -> None:
+    def _close_block(
+        self, outputs: list[Site], sources: list[DifferingRecord], *, mixes: bool
+    ) -> None:
         """Lead what a block made to its output projection and that into the residual stream."""
         if not outputs:
             self._write(sources, inherited=True)
@@ -309,15 +210,15 @@ class _StepFlow:
                 operand = self._records.get((self._step.step, "operand", site.path))
                 self._write([record], inherited=operand is not None)
 
-    def _write(self, records: list[_Record], *, inherited: bool) -> None:
+    def _write(self, records: list[DifferingRecord], *, inherited: bool) -> None:
         """Note new writers of the stream; one that inherits the stream's difference stands for it from then on."""
         if not records:
             return
         self._stream = records if inherited else [*self._stream, *records]
 
     def _connect_site(
-        self, site: Site, sources: list[_Record], *, mixes: bool = False
-    ) -> _Record | None:
+        self, site: Site, sources: list[DifferingRecord], *, mixes: bool = False
+    ) -> DifferingRecord | None:
         """Lead into a site and through it; return the last of its records that differs and leaves it."""
         step = self._step.step
         operand, shrink, projection = (
@@ -340,23 +241,25 @@ class _StepFlow:
             return projection
         return None if self._projection_known[number] else shrink or operand
 
-    def _link(self, sources: Iterable[_Record], target: _Record, *, mixes: bool) -> None:
+    def _link(
+        self, sources: Iterable[DifferingRecord], target: DifferingRecord, *, mixes: bool
+    ) -> None:
         for source in sources:
             if source.node[1] == "cached" or _reaches(source.rows, target.rows, mixes):
                 self._graph.add_edge(source.node, target.node)
 
-    def cached_after(self, records: dict[Node, _Record]) -> dict[int, _Record]:
+    def cached_after(self, records: dict[Node, DifferingRecord]) -> dict[int, DifferingRecord]:
         """Return, and add to the graph, what the caches hold when the next step begins."""
         following = self._step.step + 1
-        written: dict[int, list[_Record]] = {}
+        written: dict[int, list[DifferingRecord]] = {}
         for node, record in records.items():
             if node[1] in ("key", "value") and isinstance(node[2], int):
                 written.setdefault(node[2], []).append(record)
             elif self._step.cache is None and node[1] == "projection":
                 site = site_of(str(node[2]))
-                if site.layer is not None and role_of(site) in _ATTENTION_INPUTS - {Role.QUERY}:
+                if site.layer is not None and role_of(site) in ATTENTION_INPUTS - {Role.QUERY}:
                     written.setdefault(site.layer, []).append(record)
-        after: dict[int, _Record] = {}
+        after: dict[int, DifferingRecord] = {}
         for layer in {*written, *self._cached}:
             node = (following, "cached", layer)
             attributes = {
@@ -364,11 +267,11 @@ class _StepFlow:
                 "step": following,
                 "layer": layer,
                 "record": "cached",
-                "coordinate_class": _SURVIVING,
+                "coordinate_class": SURVIVING,
                 "magnitude": None,
                 "positions": (),
             }
-            after[layer] = _Record(node, _ONE_ROW, attributes)
+            after[layer] = DifferingRecord(node, ONE_ROW, attributes)
             self._graph.add_node(node, **attributes)
             sources = [
                 *written.get(layer, ()),
@@ -390,57 +293,7 @@ def _reaches(source: Tensor, target: Tensor, mixes: bool) -> bool:
     return bool(target[first:].any())
 
 
-def _short(site: Site) -> str:
-    return f"layer-{site.layer} {site.module}" if site.layer is not None else site.module
-
-
-def summarise(
-    evidence: Sequence[StepEvidence],
-    start: RowDifference | ForeignRoot | None,
-    flip: Flip | None,
-    cache: tuple[CacheDifference, ...],
-) -> PropagationSummary | None:
-    """Say where a difference went.
-
-    Args:
-        evidence: every compared step.
-        start: what to follow: the first propagating root, what entered elsewhere before it, or the best there is.
-        flip: the flip, if any.
-        cache: differing cache rows, in order.
-
-    Returns:
-        The summary, None without any difference.
-    """
-    nodes = count_records(evidence)
-    if nodes == 0:
-        return None
-    separable = all(step.operand_values_known for step in evidence)
-    if start is None:
-        return PropagationSummary(
-            ("Records differ, but none that can be followed.",), nodes, None, (), separable
-        )
-    sentences = [_entry_sentence(start)]
-    path: tuple[tuple[Node, str], ...] | None = None
-    leaves = isinstance(start, ForeignRoot) or _leaves(start)
-    if flip is not None and leaves:
-        path = _path(evidence, _source(evidence, start), flip)
-    if leaves:
-        sentences.append(_chain_sentence(start, flip, cache, path))
-        sentences.extend(_persistence(start.step, cache, evidence[-1].step))
-    if flip is not None and path is None:
-        sentences.append(
-            "No chain of recorded differences leads from there to the flip: what connects them was not recorded, or "
-            "the flip has another cause."
-        )
-    if not separable and leaves:
-        sentences.append(
-            "Operands were kept as digests only, so that what a later shrink adds cannot be told from what it inherits."
-        )
-    reaches = None if flip is None else path is not None
-    return PropagationSummary(tuple(sentences), nodes, reaches, _names(path or ()), separable)
-
-
-def _leaves(start: RowDifference) -> bool:
+def leaves_projection(start: RowDifference) -> bool:
     """Say whether a row's difference is known, or may be held, to leave its projection."""
     return start.row_class is not CoordinateClass.LATENT and start.fate is not Fate.ABSORBED
 
@@ -454,7 +307,7 @@ def _source(evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
     step = next(one for one in evidence if one.step == start.step)
     after = [
         record
-        for record in _records(step).values()
+        for record in differing_records(step).values()
         if record.node[1] == "logits"
         or (record.node[1] in ("key", "value") and start.kind == "cache")
         or (
@@ -467,9 +320,9 @@ def _source(evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
     return after[0].node if after else None
 
 
-def _path(
-    evidence: Sequence[StepEvidence], source: Node | None, flip: Flip
-) -> tuple[tuple[Node, str], ...] | None:
+def path_to_flip(
+    evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot, flip: Flip
+) -> Path:
     """Find a shortest path from a record to the flip; None without one.
 
     The steps of source and flip with the cache between them nearly always hold one. Only when they do not, although the
@@ -477,6 +330,7 @@ def _path(
     """
     import networkx as nx
 
+    source = _source(evidence, start)
     if source is None:
         return None
     target = (flip.step, "flip", 0)
@@ -492,77 +346,18 @@ def _path(
     return None
 
 
-def _names(path: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
-    """Return a path's names; a cache carried through many steps is named once."""
-    names: list[str] = []
-    for node, name in path:
-        if node[1] == "cached" and names and names[-1] == name:
-            continue
-        names.append(name)
-    return tuple(names)
+def first_that_reaches(
+    evidence: Sequence[StepEvidence], roots: Sequence[RowDifference], flip: Flip
+) -> tuple[RowDifference | None, Path]:
+    """Return the first root from which differing records lead to the flip, with a shortest path; None twice without."""
+    import networkx as nx
 
-
-def _entry_sentence(start: RowDifference | ForeignRoot) -> str:
-    if isinstance(start, ForeignRoot):
-        return start.explanation
-    where = f"{_short(start.site)} at token position {start.position}"
-    phase = "the prefill" if start.step == 0 else f"step {start.step}"
-    if start.row_class is CoordinateClass.LATENT:
-        return f"No difference is known to have left a shrink; the first, in {where} in {phase}, was rounded away."
-    if start.row_class is CoordinateClass.STRUCTURAL:
-        return f"In {phase}, the records of {where} have no partner of the same shape and dtype."
-    elements = f"{start.surviving} coordinate{'s' if start.surviving != 1 else ''}"
-    fate = {
-        Fate.PROPAGATING: " and changes the projection's output"
-        if start.surviving == 1
-        else " and change the projection's output",
-        Fate.ABSORBED: ", but the 16-bit addition that follows swallowed the difference",
-        Fate.NOT_OBSERVED: "; the projection's output was not recorded",
-    }[start.fate]
-    return f"In {phase}, {elements} of {where} survive{'s' if start.surviving == 1 else ''} rounding{fate}."
-
-
-def _chain_sentence(
-    start: RowDifference | ForeignRoot,
-    flip: Flip | None,
-    cache: tuple[CacheDifference, ...],
-    path: tuple[tuple[Node, str], ...] | None,
-) -> str:
-    """Write the chain in the manner of the paper: root, the first layers whose cache differs, the logits."""
-    first = start.key if isinstance(start, ForeignRoot) else _short(start.site)
-    links = [f"{first} at token position {start.position}" if start.position >= 0 else first]
-    if start.step:
-        links[0] += f" in step {start.step}"
-    reached = [one for one in cache if one.step == start.step]
-    links.extend(
-        f"layer-{one.layer} key/value: {one.keys} key and {one.values} value elements {_at(one.positions)}"
-        for one in reached[:_LAYERS_NAMED]
-    )
-    if len(reached) > _LAYERS_NAMED:
-        more = len(reached) - _LAYERS_NAMED
-        links.append(f"{more} more layer{'s' if more > 1 else ''} up to layer {reached[-1].layer}")
-    if not reached:
-        links.append("no recorded key or value of this step")
-    if flip is not None and path:
-        links.append(f"logits of step {flip.step}")
-    return " -> ".join(links) + "."
-
-
-def _at(positions: tuple[int, ...]) -> str:
-    if len(positions) == 1:
-        return f"at position {positions[0]}"
-    return f"at {len(positions)} positions from {positions[0]} to {positions[-1]}"
-
-
-def _persistence(first: int, cache: tuple[CacheDifference, ...], last: int) -> list[str]:
-    earliest = next((one for one in cache if one.step >= first), None)
-    if earliest is None or earliest.step >= last:
-        return []
-    steps = last - earliest.step
-    more = sum(1 for one in cache if one.step > earliest.step)
-    sentence = f"The cached differences of layer {earliest.layer} stayed for {steps} step{'s' if steps > 1 else ''}"
-    return [
-        f"{sentence}; {more} further layer caches differ in the rows written meanwhile."
-        if more
-        else f"{sentence}."
-    ]
+    graph = build_graph(evidence, flip)
+    target = (flip.step, "flip", 0)
+    ancestors = nx.ancestors(graph, target)
+    for root in roots:
+        source = _source(evidence, root)
+        if leaves_projection(root) and source in ancestors:
+            nodes = nx.shortest_path(graph, source, target)
+            return root, tuple((node, graph.nodes[node]["name"]) for node in nodes)
+    return None, None

@@ -1,0 +1,181 @@
+"""Writes down where a difference went, in sentences for people, in the manner of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fliptrace.analysis.coordinates import site_of
+from fliptrace.analysis.differing_records import Node, count_records, short_name
+from fliptrace.analysis.evidence import StepEvidence
+from fliptrace.analysis.propagation import (
+    ATTENTION_INPUTS,
+    Path,
+    first_that_reaches,
+    leaves_projection,
+    path_to_flip,
+)
+from fliptrace.analysis.roles import Role, role_of
+from fliptrace.numerics import CoordinateClass
+from fliptrace.verdicts import Fate, Flip, ForeignRoot, PropagationSummary, RowDifference
+
+_LAYERS_NAMED = 3
+
+
+def summarise(
+    evidence: Sequence[StepEvidence],
+    start: RowDifference | ForeignRoot | None,
+    flip: Flip | None,
+    roots: Sequence[RowDifference],
+) -> PropagationSummary | None:
+    """Say where a difference went.
+
+    Args:
+        evidence: every compared step.
+        start: what to follow: the first propagating root, what entered elsewhere before it, or the best there is.
+        flip: the flip, if any.
+        roots: the surviving roots in order: one of them may lead to a flip that ``start`` does not lead to.
+
+    Returns:
+        The summary, None without any difference.
+    """
+    nodes = count_records(evidence)
+    if nodes == 0:
+        return None
+    separable = all(step.operand_values_known for step in evidence)
+    if start is None:
+        return PropagationSummary(
+            ("Records differ, but none that can be followed.",), nodes, None, (), separable
+        )
+    sentences = [_entry_sentence(start)]
+    if not isinstance(start, ForeignRoot) and not leaves_projection(start):
+        return PropagationSummary(
+            tuple(sentences), nodes, None if flip is None else False, (), separable
+        )
+    path: Path = None
+    if flip is not None:
+        path = path_to_flip(evidence, start, flip)
+    reached = _reached_caches(evidence, start)
+    sentences.append(_chain_sentence(start, flip, reached, path))
+    if reached:
+        sentences.append(_persistence(start.step, reached[0].layer, evidence[-1].step))
+    reaches = None if flip is None else path is not None
+    if flip is not None and path is None:
+        later, path = first_that_reaches(evidence, roots, flip)
+        sentences.append(_lost_sentence(later))
+    if not separable:
+        sentences.append(
+            "Operands were kept as digests only, so that what a later shrink adds cannot be told from what it inherits."
+        )
+    return PropagationSummary(
+        tuple(one for one in sentences if one), nodes, reaches, _names(path or ()), separable
+    )
+
+
+def _names(path: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
+    """Return a path's names; a cache carried through many steps is named once."""
+    names: list[str] = []
+    for node, name in path:
+        if node[1] == "cached" and names and names[-1] == name:
+            continue
+        names.append(name)
+    return tuple(names)
+
+
+def _entry_sentence(start: RowDifference | ForeignRoot) -> str:
+    if isinstance(start, ForeignRoot):
+        return start.explanation
+    where = f"{short_name(start.site)} at token position {start.position}"
+    phase = "the prefill" if start.step == 0 else f"step {start.step}"
+    if start.row_class is CoordinateClass.LATENT:
+        return f"No difference is known to have left a shrink; the first, in {where} in {phase}, was rounded away."
+    if start.row_class is CoordinateClass.STRUCTURAL:
+        return f"In {phase}, the records of {where} have no partner of the same shape and dtype."
+    elements = f"{start.surviving} coordinate{'s' if start.surviving != 1 else ''}"
+    fate = {
+        Fate.PROPAGATING: " and changes the projection's output"
+        if start.surviving == 1
+        else " and change the projection's output",
+        Fate.ABSORBED: ", but the 16-bit addition that follows swallowed the difference",
+        Fate.NOT_OBSERVED: "; the projection's output was not recorded",
+    }[start.fate]
+    return f"In {phase}, {elements} of {where} survive{'s' if start.surviving == 1 else ''} rounding{fate}."
+
+
+def _chain_sentence(
+    start: RowDifference | ForeignRoot, flip: Flip | None, reached: list[_CacheReach], path: Path
+) -> str:
+    """Write the chain in the manner of the paper: root, the first layers whose cache differs, the logits."""
+    first = start.key if isinstance(start, ForeignRoot) else short_name(start.site)
+    links = [f"{first} at token position {start.position}" if start.position >= 0 else first]
+    if start.step:
+        links[0] += f" in step {start.step}"
+    links.extend(
+        f"layer-{one.layer} key/value: {one.keys} key and {one.values} value elements {_at(one.positions)}"
+        for one in reached[:_LAYERS_NAMED]
+    )
+    if len(reached) > _LAYERS_NAMED:
+        more = len(reached) - _LAYERS_NAMED
+        links.append(f"{more} more layer{'s' if more > 1 else ''} up to layer {reached[-1].layer}")
+    if not reached:
+        links.append("no recorded key or value of this step")
+    if flip is not None and path:
+        links.append(f"logits of step {flip.step}")
+    return " -> ".join(links) + "."
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheReach:
+    """Differing elements of one layer's cache that a difference may have reached."""
+
+    layer: int
+    keys: int
+    values: int
+    positions: tuple[int, ...]
+
+
+def _reached_caches(
+    evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
+) -> list[_CacheReach]:
+    """List the cache rows of the start's own step at its position and later, in the layers that it can reach."""
+    step = next(one for one in evidence if one.step == start.step)
+    if step.cache is None:
+        return []
+    site = site_of(start.key.partition("/")[0]) if isinstance(start, ForeignRoot) else start.site
+    writes = isinstance(start, ForeignRoot) or role_of(site) in ATTENTION_INPUTS - {Role.QUERY}
+    lowest = -1 if site.layer is None else site.layer if writes else site.layer + 1
+    first = max(start.position - step.first_position, 0)
+    found = []
+    for place, layer in enumerate(step.cache.layers):
+        counts = step.cache.counts[place, :, first:]
+        keys, values = counts.sum(dim=1).tolist()
+        if layer >= lowest and keys + values:
+            rows = (counts.sum(dim=0) > 0).nonzero().squeeze(1) + step.first_position + first
+            found.append(_CacheReach(layer, keys, values, tuple(rows.tolist())))
+    return found
+
+
+def _at(positions: tuple[int, ...]) -> str:
+    if len(positions) == 1:
+        return f"at position {positions[0]}"
+    return f"at {len(positions)} positions from {positions[0]} to {positions[-1]}"
+
+
+def _persistence(first: int, layer: int, last: int) -> str:
+    steps = last - first
+    if steps == 0:
+        return ""
+    return f"The cached differences of layer {layer} stayed for {steps} step{'s' if steps > 1 else ''}."
+
+
+def _lost_sentence(later: RowDifference | None) -> str:
+    if later is None:
+        return (
+            "No chain of recorded differences leads from there to the flip: what connects them was not recorded, or "
+            "the flip has another cause."
+        )
+    phase = "the prefill" if later.step == 0 else f"step {later.step}"
+    return (
+        f"No chain of differing records leads from there to the flip; the first root that one does lead from is "
+        f"{short_name(later.site)} at token position {later.position} in {phase}."
+    )

@@ -91,7 +91,7 @@ def test_controls_change_the_picture(pairs, chromium, tmp_path):
     """Phase and colouring, by mouse and by keyboard."""
     page = Page(chromium, tmp_path, report(pairs.make()))
     page.click("input[value=decode]")
-    page.wait("document.getElementById('heatmap').layout.xaxis.title.text === 'step'")
+    page.wait("document.getElementById('heatmap').layout.annotations[0].text === 'step'")
     assert len(page.run("return document.getElementById('heatmap').data[1].z[0]")) == 11
     page.click("input[value=magnitude]")
     page.wait("document.getElementById('heatmap').data[2].visible === true")

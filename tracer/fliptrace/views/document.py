@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fliptrace.verdicts import as_json
 from fliptrace.views.story import tell_story
+from fliptrace.views.wording import trace_name
 
 if TYPE_CHECKING:
     from fliptrace.trace import Trace
@@ -53,7 +54,7 @@ def report_json(
 def _execution(trace: Trace) -> dict[str, Any]:
     closing = trace.closing
     return {
-        "trace": trace.name,
+        "trace": trace_name(trace),
         "complete": closing.complete,
         "stop_reason": closing.stop_reason,
         "steps": len(trace.steps),

@@ -68,8 +68,14 @@ def quoted(text: str, limit: int = LABEL_LENGTH) -> str:
 
 
 def said(sentence: str) -> str:
-    """Return a sentence that came from elsewhere, visible and of a length that people read."""
+    """Return words that came from elsewhere, visible and of a length that people read."""
     return visible(shorten(sentence, SENTENCE_LENGTH))
+
+
+def stopped(sentence: str) -> str:
+    """Return a sentence that came from elsewhere with a full stop, if it brought none."""
+    text = said(sentence)
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def shown(value: Any, limit: int = 400) -> str:

@@ -137,6 +137,7 @@ def skeleton(
             "title": {"text": "max |difference|", "side": "top", "font": {"size": 11}},
             "orientation": "h",
             "thickness": 10,
+            "ypad": 24,
             "len": 0.6,
             "x": 0,
             "xanchor": "left",
@@ -172,7 +173,6 @@ def skeleton(
         hovermode="closest",
         font={"size": 12},
         xaxis={
-            "title": {"text": "token position" if phase == "prefill" else "step", "standoff": 6},
             "tickvals": shown,
             "ticktext": [columns[number] for number in shown],
             "tickangle": -90,
@@ -192,6 +192,18 @@ def skeleton(
             "zeroline": False,
             "ticks": "outside",
         },
+    )
+    figure.add_annotation(  # plotly puts an axis title over long tick labels
+        text="position" if phase == "prefill" else "step",
+        xref="paper",
+        yref="paper",
+        x=0,
+        y=0,
+        xshift=-10,
+        yshift=-8,
+        xanchor="right",
+        yanchor="top",
+        showarrow=False,
     )
     flips = [n for n, group in enumerate(cells.columns) if phase == "decode" and flip_step in group]
     if flips:

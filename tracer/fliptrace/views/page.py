@@ -290,7 +290,7 @@ def _manifest(reference: Trace, candidate: Trace) -> list[dict[str, Any]]:
 def _execution(name: str, trace: Trace) -> dict[str, Any]:
     return {
         "name": name,
-        "trace": visible(trace.name),
+        "trace": visible(wording.trace_name(trace)),
         "steps": len(trace.steps),
         "stop_reason": visible(trace.closing.stop_reason),
         "complete": trace.closing.complete,

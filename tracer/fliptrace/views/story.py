@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fliptrace.verdicts import Fate, Origin, Outcome
 from fliptrace.views import wording
-from fliptrace.views.escaping import quoted, said
+from fliptrace.views.escaping import quoted, said, stopped
 from fliptrace.views.wording import TokenNames, brief, count, generated_name, listed
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _root(diff: PairDiff, tokens: TokenNames) -> tuple[str, ...]:
                 f"{entered}: {said(foreign.kind)} {said(foreign.key)}, "
                 f"{wording.step_name(foreign.step)}{where}."
             ),
-            said(foreign.explanation),
+            stopped(foreign.explanation),
         ]
     if not diff.same_reduction:
         sentences.append(
@@ -301,7 +301,7 @@ def _propagation(diff: PairDiff) -> tuple[str, ...]:
     propagation = diff.propagation
     if propagation is None:
         return ()
-    sentences = [said(sentence) for sentence in propagation.sentences]
+    sentences = [stopped(sentence) for sentence in propagation.sentences]
     if diff.flip is not None and propagation.reaches_flip is not None:
         sentences.append(
             "A path of differing records leads from the root to the logits of the flip."
@@ -343,13 +343,13 @@ def _coverage(diff: PairDiff) -> tuple[str, ...]:
             f"{count(coverage.elements_compared, 'FP32 shrink coordinate')}."
         )
     ]
-    sentences += [f"Not observed: {said(sentence)}" for sentence in coverage.not_observed]
+    sentences += [f"Not observed: {stopped(sentence)}" for sentence in coverage.not_observed]
     if coverage.missing:
         named = ", ".join(said(name) for name in coverage.missing[:5])
         more = f" and {len(coverage.missing) - 5:,} more" if len(coverage.missing) > 5 else ""
         sentences.append(f"Recorded in one trace only: {named}{more}.")
     if coverage.observer_control:
-        sentences.append(f"Observer control: {said(coverage.observer_control)}")
+        sentences.append(f"Observer control: {stopped(coverage.observer_control)}")
     return tuple(sentences)
 
 
@@ -368,9 +368,13 @@ def _doubts(diff: PairDiff, reference: Trace, candidate: Trace) -> tuple[str, ..
             "Repeatable in 2 runs is one comparison: at 95 % confidence up to 95 % of further "
             "repeats could still differ."
         )
-    elif diff.flip is not None:
+        return tuple(sentences)
+    sentences.append(
+        "This is one pair of runs: another pair may differ elsewhere, later or not at all."
+    )
+    if diff.flip is not None:
         sentences.append(
-            "Where the first surviving difference entered is an observation. Whether it is sufficient "
-            "to flip the token takes an intervention."
+            "Where the first surviving difference entered is an observation. Whether it is "
+            "sufficient to flip the token takes an intervention."
         )
     return tuple(sentences)

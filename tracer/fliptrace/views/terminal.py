@@ -18,7 +18,7 @@ WIDTH = 80
 #: Passages of the terminal's story; the page tells the rest, too.
 _PASSAGES = ("flip", "root", "cache", "propagation", "coverage", "doubts")
 #: Longest passage, in sentences, before the rest is left to the report.
-_LONGEST = {"flip": 5, "root": 8, "cache": 4, "propagation": 4, "coverage": 4, "doubts": 2}
+_LONGEST = {"flip": 4, "root": 8, "cache": 3, "propagation": 3, "coverage": 4, "doubts": 2}
 _STYLES = {
     Outcome.IDENTICAL: "bold green",
     Outcome.LATENT: "bold cyan",
@@ -85,5 +85,5 @@ def terminal_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> Rend
     parts: list[RenderableType] = [Text(story.verdict, style=_STYLES[diff.outcome])]
     for heading, sentences in _shortened(story):
         parts.append(Text(f"\n{heading}", style="bold"))
-        parts += [Padding(Text(sentence), (0, 0, 0, 2)) for sentence in sentences]
+        parts += [Padding(Text(sentence), (0, 0, 0, 2), expand=False) for sentence in sentences]
     return Group(*parts)

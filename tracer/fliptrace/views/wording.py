@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from fliptrace.views.escaping import quoted, visible
@@ -164,6 +165,11 @@ def rounded_sentence(difference: CoordinateDifference) -> str:
     gap = f", {abs(report.rounded_reference - report.rounded_candidate):.3g} apart"
     many = f"; {crossed:,} boundaries lie between them" if crossed > 1 else ""
     return f"Rounded to {difference.rounded_dtype}: {values[0]} against {values[1]}{gap}{many}."
+
+
+def trace_name(trace: Trace) -> str:
+    """Name a trace by its file: the folder may be a temporary one, and is nobody's business but its owner's."""
+    return re.split(r"[/\\]", trace.name.rstrip("/\\"))[-1] or trace.name
 
 
 def plain(value: Any) -> str:

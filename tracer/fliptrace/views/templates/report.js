@@ -141,7 +141,7 @@
     const narrow = heat.clientWidth < 620;
     layout.margin.l = narrow ? 104 : 130;
     layout.margin.r = narrow ? 8 : 36;
-    layout.margin.t = state.colour === "magnitude" ? 76 : 26;
+    layout.margin.t = state.colour === "magnitude" ? 92 : 26;
     const width = Math.max(80, heat.clientWidth - layout.margin.l - layout.margin.r);
     const height = layout.height - layout.margin.t - layout.margin.b;
     const seen = Math.max(1, Math.abs(range.x[1] - range.x[0]));

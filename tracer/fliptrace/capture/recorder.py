@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -257,9 +258,5 @@ def keyed_hash(token: int, key: bytes) -> int:
 def _near_tie(choice: Choice, dtype: torch.dtype) -> bool:
     """Tell whether the two best logits are at most NEAR_TIE_ULP of the head's dtype apart."""
     best, second = choice.top_values
-    magnitude = torch.tensor(abs(best)).to(dtype)
-    step = float(
-        torch.nextafter(magnitude, torch.tensor(float("inf"), dtype=dtype)).float()
-        - magnitude.float()
-    )
-    return best - second <= NEAR_TIE_ULP * step
+    _, exponent = math.frexp(best)
+    return best - second <= NEAR_TIE_ULP * torch.finfo(dtype).eps * 2.0 ** (exponent - 1)

@@ -203,6 +203,10 @@ class ArenaCapture:
         self._first = dict(
             zip(("shrink", "cache", "operand", "projection", "logits", "end"), starts, strict=True)
         )
+        slot_views = self.arena.slots
+        self._shrink_slots = slot_views[: starts[1]]
+        self._operand_slots = slot_views[starts[2] : starts[3]]
+        self._projection_slots = slot_views[starts[3] : starts[4]]
         self._cache_place = {
             layer: starts[1] + 2 * number for number, layer in enumerate(keys.cache_layers)
         }
@@ -226,12 +230,18 @@ class ArenaCapture:
             for _ in range(buffers)
         ]
         self._turn = 0
-        self._shapes = [slot.shape for slot in shrinks]
+        # Constants of the records' digests, on the host, where they are finished.
+        self._shrink_rows = torch.zeros(len(shrinks), dtype=torch.int64)
+        self._shrink_ranks = torch.tensor([[slot.shape[1]] for slot in shrinks], dtype=torch.int64)
+        self._cache_halves = torch.tensor([0, 1], dtype=torch.int64).repeat(len(caches) // 2)
+        shapes = [entry.shape for entry in self._layouts[Kind.CACHE].entries]
+        self._cache_sizes = [
+            torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64).view(-1, 1) for dimension in range(4)
+        ]
 
     def shrink(self, site: int, operand: Tensor, output: Tensor) -> None:
         """See StepCapture."""
-        slots = self.arena.slots
-        slots[site].copy_(output)
+        self._shrink_slots[site].copy_(output)
         last = self._last
         if last is not None and last[0] is operand and last[1] == operand._version:
             self._sources[site] = last[2]  # q, k and v read one tensor: its digest serves all three
@@ -240,11 +250,11 @@ class ArenaCapture:
         else:
             self._sources[site] = site
             self._last = (operand, operand._version, site)
-        slots[self._first["operand"] + site].copy_(operand)
+        self._operand_slots[site].copy_(operand)
 
     def projection(self, site: int, output: Tensor) -> None:
         """See StepCapture."""
-        self.arena.slots[self._first["projection"] + site].copy_(output)
+        self._projection_slots[site].copy_(output)
 
     def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See StepCapture."""
@@ -359,10 +369,8 @@ class ArenaCapture:
 
     def _record_digests(self, rows: Tensor) -> Tensor:
         """Turn row digests into digest_tensor of each record [1, R], all at once."""
-        zeros = torch.zeros(rows.shape[0], dtype=torch.int64)
-        sizes = torch.tensor([[shape] for _, shape in self._shapes], dtype=torch.int64)
-        digest = mix_words(position_terms(rows, zeros))
-        return shape_mixed(shape_mixed(digest, 1), sizes)
+        digest = mix_words(position_terms(rows, self._shrink_rows))
+        return shape_mixed(shape_mixed(digest, 1), self._shrink_ranks)
 
     def _cache_record_digests(self, rows: Tensor) -> Tensor:
         """Turn K and V row digests into digest_tensor of each record [2, 1, kv_heads, head_dim]."""

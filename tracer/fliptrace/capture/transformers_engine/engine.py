@@ -207,7 +207,7 @@ class TransformersEngine:
             None,
         )  # a forward that fails leaves a cache that nothing may go on from
         with (
-            self._operations.recording(len(ids), self._position)
+            self._operations.recording(len(ids))
             if self._operations
             else contextlib.nullcontext()
         ):
@@ -230,13 +230,11 @@ class TransformersEngine:
         handles: list[Any] = []
         if modules:
             self._operations = OperationObserver(self.model, observer)
-            observer = QuietObserver(observer, self._operations)
+            observer = QuietObserver(observer)
         self._observer = observer
         try:
-            for index, ((_, layer), shrink) in enumerate(
-                zip(self._layers, self._shrinks, strict=True)
-            ):
-                handles.append(shrink.register_forward_hook(_shrink_hook(observer, index)))
+            self.runtime.observer = observer
+            for index, (_, layer) in enumerate(self._layers):
                 handles.append(layer.register_forward_hook(_projection_hook(observer, index)))
             if self._cache is not None:
                 self._cache.observer = observer
@@ -247,7 +245,7 @@ class TransformersEngine:
             if self._operations is not None:
                 self._operations.close()
             self._operations = None
-            self._observer = None
+            self._observer = self.runtime.observer = None
             if self._cache is not None:
                 self._cache.observer = None
 
@@ -370,14 +368,6 @@ class _OrderObserver:
 
     def end_step(self, logits: Tensor) -> None:
         pass
-
-
-def _shrink_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: Shrink, arguments: tuple[Tensor], output: Tensor) -> None:
-        (x,) = arguments
-        observer.shrink(index, x, output, module.launch(x))
-
-    return hook  # type: ignore[return-value]
 
 
 def _projection_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, Any], None]:

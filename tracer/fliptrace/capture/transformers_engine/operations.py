@@ -23,22 +23,21 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from fliptrace.capture.engine import Observer
-from fliptrace.capture.transformers_engine.shrink_module import Shrink, ShrinkThenRound
-from fliptrace.numerics.digest import (
-    combine_digests,
-    digest_rows,
-    digest_tensor,
-    mix_words,
-    position_terms,
-)
+from fliptrace.capture.transformers_engine.digest_batch import DigestBatch, Part
+from fliptrace.capture.transformers_engine.shrink_module import Shrink
+from fliptrace.numerics.digest import digest_rows, mix_words, position_terms
+
+#: A context in which operations are not watched: they are the recorder's own.
+unseen = _disable_current_modes
 
 _MOVES_DATA = frozenset(
     """cat clone copy_ _to_copy contiguous stack index_select select_scatter slice_scatter fill_ zero_ zeros ones empty
@@ -50,8 +49,22 @@ _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", 
 _PRODUCTS = frozenset("mm bmm addmm baddbmm matmul einsum dot mv addmv convolution linear".split())
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """One module or operation that ran: what its rows depend on, and what came out."""
+
+    key: str
+    is_module: bool
+    inputs: tuple[Part, ...]
+    outputs: tuple[Part, ...]
+
+
 class OperationObserver:
-    """Reports modules and operations of one model to an observer while open."""
+    """Reports modules and operations of one model to an observer while open.
+
+    Tensors are copied when they are seen; digests are computed, and reported in execution order, at the end of the
+    forward.
+    """
 
     def __init__(self, model: nn.Module, observer: Observer) -> None:
         """Put hooks on every module; ``close`` takes them off."""
@@ -64,105 +77,116 @@ class OperationObserver:
         self._stack: list[str] = [""]
         self._occurrences: Counter[tuple[str, str]] = Counter()
         self._rows = 1
-        self._first_position = 0
-        self._quiet = 0
+        self._batch = DigestBatch(1)
+        self._reports: list[_Report] = []
+        self._computing: dict[Any, str | None] = {}
         self._handles: list[Any] = []
+        self._shrinks: list[Shrink] = []
         for path, module in model.named_modules():
-            inside_shrink = isinstance(module, (Shrink, ShrinkThenRound)) or ".lora_A." in path
             if isinstance(module, Shrink):
-                site = path.split(".lora_A.")[0]
-                self._handles.append(module.register_forward_pre_hook(self._hush, prepend=True))
-                self._handles.append(module.register_forward_hook(self._shrink_hook(site)))
-            elif not inside_shrink:
+                module.forward = self._watched_shrink(path.split(".lora_A.")[0], module)  # type: ignore[method-assign]
+                self._shrinks.append(module)
+            elif ".lora_A." not in path:
                 self._handles.append(
                     module.register_forward_pre_hook(self._enter_hook(path), prepend=True)
                 )
                 self._handles.append(
-                    module.register_forward_hook(
-                        self._leave_hook(path), with_kwargs=True, always_call=False
-                    )
+                    module.register_forward_hook(self._leave_hook(path), with_kwargs=True)
                 )
 
     def close(self) -> None:
         """Take every hook off."""
         for handle in self._handles:
             handle.remove()
+        for shrink in self._shrinks:
+            shrink.__dict__.pop("forward", None)
         self._handles.clear()
+        self._shrinks.clear()
 
     @contextlib.contextmanager
-    def recording(self, rows: int, first_position: int) -> Iterator[None]:
+    def recording(self, rows: int) -> Iterator[None]:
         """Watch one forward over ``rows`` tokens."""
-        self._rows, self._first_position = rows, first_position
-        self._stack, self._quiet = [""], 0
+        self._rows, self._batch, self._reports = rows, DigestBatch(rows), []
+        self._stack = [""]
         self._occurrences.clear()
         with _OperationMode(self):
             yield
+        self._report()
 
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Leave operations that run inside out of the record: they are the recorder's own."""
-        self._quiet += 1
-        try:
-            yield
-        finally:
-            self._quiet -= 1
+    def _report(self) -> None:
+        reports, self._reports = self._reports, []
+        if not reports:
+            return
+        digests = self._batch.resolve(
+            [parts for report in reports for parts in (report.inputs, report.outputs)]
+        )
+        self._batch = DigestBatch(self._rows)
+        for report, inputs, outputs in zip(reports, digests[::2], digests[1::2], strict=True):
+            self.observer.operation(report.key, report.is_module, inputs, outputs)
 
     def dispatch(self, function: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Run one ATen operation and report it when it computes."""
-        name = function._schema.name.split("::")[-1]
-        if self._quiet or name in _MOVES_DATA or _only_views(function):
+        """Run one ATen operation and report it when it computes; the mode is off while this runs."""
+        try:
+            name = self._computing[function]
+        except KeyError:
+            name = self._computing[function] = _computing_name(function)
+        if name is None:
             return function(*arguments, **keywords)
-        inputs = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
-        activations = [tensor for tensor in inputs if not self._is_weight(tensor)]
-        before = self._depends_on(name, activations) if activations else None
-        result = function(*arguments, **keywords)
-        outputs = [
+        activations = [
             leaf
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            for leaf in tree_leaves((arguments, keywords) if keywords else arguments)
+            if isinstance(leaf, Tensor) and not self._is_weight(leaf)
         ]
-        if before is not None and outputs:
-            path = self._stack[-1]
-            occurrence = self._occurrences[path, name]
-            self._occurrences[path, name] += 1
-            with self.unseen():
-                after = self._own_rows(outputs[:1])
-                self.observer.operation(f"{path}/{name}#{occurrence}", False, before, after)
+        before = self._depends_on(name, activations) if activations else ()
+        result = function(*arguments, **keywords)
+        if before:
+            outputs = [
+                leaf
+                for leaf in tree_leaves(result)
+                if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
+            if outputs:
+                path = self._stack[-1]
+                occurrence = self._occurrences[path, name]
+                self._occurrences[path, name] += 1
+                self._reports.append(
+                    _Report(
+                        f"{path}/{name}#{occurrence}", False, before, (self._rows_of(outputs[0]),)
+                    )
+                )
         return result
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._weights
 
-    def _depends_on(self, name: str, activations: list[Tensor]) -> Tensor:
-        with self.unseen():
-            if any(part in name for part in _ATTENTION) and len(activations) >= 3:
-                return self._attention_rows(activations)
-            if name in _PRODUCTS and len(activations) > 1:
-                first = self._own_rows(activations[:1])
-                return _bind([first, *(_whole(tensor) for tensor in activations[1:])])
-            return self._own_rows(activations)
+    def _depends_on(self, name: str, activations: list[Tensor]) -> tuple[Part, ...]:
+        if any(part in name for part in _ATTENTION) and len(activations) >= 3:
+            return self._attention_rows(activations)
+        if name in _PRODUCTS and len(activations) > 1:
+            return self._rows_of(activations[0]), *(
+                self._batch.whole(tensor) for tensor in activations[1:]
+            )
+        return tuple(self._rows_of(tensor) for tensor in activations)
 
-    def _own_rows(self, tensors: list[Tensor]) -> Tensor:
-        """Digest each token row of every tensor together, int64 [rows, 2]; whole tensors where there are no rows."""
-        return _bind([self._rows_of(tensor) for tensor in tensors])
-
-    def _rows_of(self, tensor: Tensor) -> Tensor:
+    def _rows_of(self, tensor: Tensor) -> Part:
+        """Each token row of a tensor; the whole tensor where it has no rows."""
         dimension = token_dimension(tuple(tensor.shape), self._rows)
-        if dimension is None:
-            return _whole(tensor)
-        return digest_rows(tensor.movedim(dimension, 0))
+        return (
+            self._batch.whole(tensor)
+            if dimension is None
+            else self._batch.token_rows(tensor, dimension)
+        )
 
-    def _attention_rows(self, tensors: list[Tensor]) -> Tensor:
+    def _attention_rows(self, tensors: list[Tensor]) -> tuple[Part, ...]:
         """Query row i depends on keys and values up to its own position: a running sum of their row digests."""
         query, key, value, *others = tensors
-        own = digest_rows(query.movedim(2, 0))
-        parts = [own]
+        parts = [self._batch.token_rows(query, 2)]
         for tensor in (key, value):
             rows = digest_rows(tensor.movedim(2, 0))
             positions = torch.arange(rows.shape[0], device=rows.device)
             running = position_terms(rows, positions).cumsum(0)
-            parts.append(mix_words(running[rows.shape[0] - own.shape[0] :]))
-        return _bind([*parts, *(self._rows_of(tensor) for tensor in others)])
+            parts.append(self._batch.digested(mix_words(running[rows.shape[0] - query.shape[2] :])))
+        return *parts, *(self._rows_of(tensor) for tensor in others)
 
     def _enter_hook(self, path: str) -> Any:
         def enter(_module: nn.Module, _arguments: Any) -> None:
@@ -184,27 +208,26 @@ class OperationObserver:
                 if isinstance(leaf, Tensor) and leaf.is_floating_point()
             ]
             if inputs and outputs and path:
-                with self.unseen():
-                    self.observer.operation(
-                        path, True, self._own_rows(inputs), self._own_rows(outputs[:1])
-                    )
+                with unseen():
+                    before = tuple(self._rows_of(tensor) for tensor in inputs)
+                    self._reports.append(_Report(path, True, before, (self._rows_of(outputs[0]),)))
 
         return leave
 
-    def _hush(self, module: nn.Module, arguments: Any) -> None:
-        self._quiet += 1
+    def _watched_shrink(self, site: str, module: Shrink) -> Any:
+        """A shrink is one operation, whatever it is made of; what it is made of does not pass the dispatch mode."""
+        original = module.forward
 
-    def _shrink_hook(self, site: str) -> Any:
-        def leave(_module: nn.Module, arguments: Any, output: Tensor) -> None:
-            self.observer.operation(
-                f"{site}/lora_shrink#0",
-                False,
-                self._own_rows([arguments[0]]),
-                self._own_rows([output]),
-            )
-            self._quiet -= 1
+        def forward(x: Tensor) -> Tensor:
+            with unseen():
+                before = (self._rows_of(x),)
+                z = original(x)
+                self._reports.append(
+                    _Report(f"{site}/lora_shrink#0", False, before, (self._rows_of(z),))
+                )
+            return z
 
-        return leave
+        return forward
 
 
 class _OperationMode(TorchDispatchMode):
@@ -224,40 +247,22 @@ def token_dimension(shape: tuple[int, ...], rows: int) -> int | None:
     return None
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return digest_tensor(tensor).unsqueeze(0)
-
-
-def _bind(parts: list[Tensor]) -> Tensor:
-    """Bind row digests of several tensors into one per row; a part of one row counts for all rows."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = max(part.shape[0] for part in parts)
-    numbers = torch.arange(len(parts), device=parts[0].device)
-    terms = [
-        position_terms(part, number.expand(part.shape[0]))
-        for part, number in zip(parts, numbers, strict=True)
-    ]
-    total = torch.zeros((rows, 2), dtype=torch.int64, device=parts[0].device)
-    for term in terms:
-        total = total + (term if term.shape[0] in (1, rows) else combine_digests(term).unsqueeze(0))
-    return mix_words(total)
-
-
-def _only_views(function: Any) -> bool:
+def _computing_name(function: Any) -> str | None:
+    """Return an operation's name when it computes, None when it only views or moves data."""
+    name: str = function._schema.name.split("::")[-1]
     returns = function._schema.returns
-    return bool(returns) and all(
+    only_views = bool(returns) and all(
         item.alias_info is not None and not item.alias_info.is_write for item in returns
     )
+    return None if only_views or name in _MOVES_DATA else name
 
 
 class QuietObserver:
     """Passes an engine's reports on, keeping the observer's own operations out of the record."""
 
-    def __init__(self, observer: Observer, operations: OperationObserver) -> None:
+    def __init__(self, observer: Observer) -> None:
         """Wrap ``observer``."""
         self._observer = observer
-        self._operations = operations
 
     def begin_step(self, step: int, first_position: int, token_ids: Sequence[int]) -> None:
         """See Observer."""
@@ -265,17 +270,17 @@ class QuietObserver:
 
     def shrink(self, site: int, operand: Tensor, output: Tensor, launch: str) -> None:
         """See Observer."""
-        with self._operations.unseen():
+        with unseen():
             self._observer.shrink(site, operand, output, launch)
 
     def projection(self, site: int, output: Tensor) -> None:
         """See Observer."""
-        with self._operations.unseen():
+        with unseen():
             self._observer.projection(site, output)
 
     def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See Observer."""
-        with self._operations.unseen():
+        with unseen():
             self._observer.cache_rows(layer, keys, values)
 
     def operation(self, key: str, is_module: bool, inputs: Tensor, outputs: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fliptrace.capture.engine import ShrinkInterceptor
+from fliptrace.capture.engine import Observer, ShrinkInterceptor
 from fliptrace.errors import InputError
 from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
 
@@ -28,6 +28,9 @@ class ShrinkRuntime:
         step: the number of the forward that runs.
         site_count: how many sites there are; with the step it numbers every call of an execution.
         interceptor: gets every shrink before expand does, else None.
+        observer: is told of every shrink, after the interceptor, else None. A call and no forward hook: 210 hooks a
+            token cost more than what they record.
+        launches: descriptions of launches by everything that shapes them.
     """
 
     reduction: Reduction
@@ -35,6 +38,7 @@ class ShrinkRuntime:
     step: int = 0
     site_count: int = 0
     interceptor: ShrinkInterceptor | None = None
+    observer: Observer | None = None
     launches: dict[Any, str] = field(default_factory=dict)
 
 
@@ -47,6 +51,7 @@ class Shrink(nn.Module):
         self.weight = weight
         self.index = index
         self.runtime = runtime
+        self._last_launch: tuple[torch.Size, tuple[int, ...], Reduction, str] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum x [1, T, K] over K. Batch 1 is the engine's promise, so rows are tokens."""
@@ -61,34 +66,28 @@ class Shrink(nn.Module):
         )[0]
         if runtime.interceptor is not None:
             z = _intercept(runtime.interceptor, self.index, rows, z)
+        if runtime.observer is not None:
+            runtime.observer.shrink(self.index, x, z, self._launch_of(rows))
         return z
 
-    def launch(self, x: Tensor) -> str:
-        """Describe the launch for an operand [1, T, K]: what really runs, and the operand's strides.
-
-        A string of ``key=value`` words, cached per shape, since it is asked for at every call that is recorded.
-        """
-        rows = x.reshape(-1, x.shape[-1])
-        key = (
-            self.runtime.reduction,
-            tuple(rows.shape),
-            rows.stride(),
-            self.weight.shape,
-            rows.dtype,
-            rows.device,
-        )
+    def _launch_of(self, rows: Tensor) -> str:
+        """Describe the launch for an operand [T, K] in one line: what really runs, and the operand's strides."""
+        strides = rows.stride()
+        shape = rows.shape
+        last = self._last_launch
+        if last is not None and last[0] == shape and last[1] == strides and last[2] is self.runtime.reduction:
+            return last[3]
+        reduction = self.runtime.reduction
+        key = (reduction, shape, strides, self.weight.shape, rows.dtype, rows.device)
         text = self.runtime.launches.get(key)
         if text is None:
             configuration = launch_configuration(
-                tuple(rows.shape),
-                [tuple(self.weight.shape)],
-                rows.dtype,
-                rows.device,
-                self.runtime.reduction,
+                tuple(shape), [tuple(self.weight.shape)], rows.dtype, rows.device, reduction
             )
             words = [f"{name}={value}" for name, value in configuration.items()]
-            text = " ".join([*words, f"operand_strides={tuple(rows.stride())}"])
+            text = " ".join([*words, f"operand_strides={tuple(strides)}"])
             self.runtime.launches[key] = text
+        self._last_launch = (shape, strides, reduction, text)
         return text
 
 

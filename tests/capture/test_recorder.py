@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 
 import psutil
@@ -351,21 +352,34 @@ def test_a_disabled_adapter_is_noticed(llama, tiny, record, step):
     assert path.endswith("layers.1.self_attn.v_proj")
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [("shrink", "no shrink"), ("projection", "no projection")]
-)
-def test_a_removed_hook_is_noticed(llama, tiny, record, kind, message):
+def test_a_removed_hook_is_noticed(llama, tiny, record):
     """A hook that someone else took off is an error, not an empty record."""
     _, layer = llama._layers[13]
-    module = llama._shrinks[13] if kind == "shrink" else layer
     with pytest.raises(
-        RecordingError, match=f"layer 1 mlp.down_proj reported {message} in step 2.*20 of 21"
+        RecordingError, match="layer 1 mlp.down_proj reported no projection in step 2.*20 of 21"
     ):
         record(
             llama,
             tiny.prompt_ids(6),
-            during=TamperAt(llama, 2, lambda engine: module._forward_hooks.clear()),
+            during=TamperAt(llama, 2, lambda engine: layer._forward_hooks.clear()),
         )
+
+
+def test_a_silent_shrink_is_noticed(llama, tiny, record):
+    """A shrink that ran without telling the observer is an error, not an empty record."""
+    shrink = llama._shrinks[13]
+    runtime = shrink.runtime
+
+    def silence(engine):
+        shrink.runtime = dataclasses.replace(runtime, observer=None)
+
+    try:
+        with pytest.raises(
+            RecordingError, match="layer 1 mlp.down_proj reported no shrink in step 2.*20 of 21"
+        ):
+            record(llama, tiny.prompt_ids(6), during=TamperAt(llama, 2, silence))
+    finally:
+        shrink.runtime = runtime
 
 
 def test_a_bypassed_cache_is_noticed(llama, tiny, record):

@@ -356,7 +356,7 @@ def test_a_removed_hook_is_noticed(llama, tiny, record):
     """A hook that someone else took off is an error, not an empty record."""
     _, layer = llama._layers[13]
     with pytest.raises(
-        RecordingError, match="layer 1 mlp.down_proj reported no projection in step 2.*20 of 21"
+        RecordingError, match=r"layer 1 mlp\.down_proj reported no projection in step 2.*20 of 21"
     ):
         record(
             llama,
@@ -375,7 +375,7 @@ def test_a_silent_shrink_is_noticed(llama, tiny, record):
 
     try:
         with pytest.raises(
-            RecordingError, match="layer 1 mlp.down_proj reported no shrink in step 2.*20 of 21"
+            RecordingError, match=r"layer 1 mlp\.down_proj reported no shrink in step 2.*20 of 21"
         ):
             record(llama, tiny.prompt_ids(6), during=TamperAt(llama, 2, silence))
     finally:

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from fliptrace.verdicts import Outcome
+from fliptrace.verdicts import ForeignRoot, Origin, Outcome
 from fliptrace.views import report_json, report_schema
 
 
@@ -40,6 +40,8 @@ def test_hostile_texts_and_special_numbers_validate(pairs):
     value = document(pairs.make(first_propagating=root, roots=(root,)))
     assert value["diff"]["first_propagating"]["coordinates"][0]["reference"] == "NaN"
     validator().validate(json.loads(json.dumps(value, allow_nan=False)))
+    foreign = ForeignRoot("logits", "token", 3, -1, Origin.UNLOCATED, "Equal logits, other choice.")
+    validator().validate(document(pairs.make(foreign_root=foreign)))
     root = pairs.row(pairs.coordinate(1.0, 1.0000001, dtype=torch.float32))
     validator().validate(document(pairs.make(first_propagating=root)))
 

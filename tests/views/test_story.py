@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from fliptrace.verdicts import Fate, ForeignRoot, Origin, Outcome
-from fliptrace.views import plain_summary, tell_story, terminal_summary
+from fliptrace.views import IndexRow, plain_summary, tell_story, terminal_summary
 
 
 def story_text(pair) -> str:
@@ -93,7 +93,7 @@ def test_every_outcome_has_a_story(pairs, outcome):
 
 
 def test_absence_is_told_for_what_it_is(pairs):
-    """Without a propagating root, without any root, with two reductions, with a foreign root."""
+    """Without a propagating root, without any root, with two reductions."""
     bare = {"first_surviving": None, "first_propagating": None, "roots": ()}
     absorbed = pairs.row(fate=Fate.ABSORBED)
     text = story_text(pairs.make(first_propagating=None, first_surviving=absorbed))
@@ -103,11 +103,27 @@ def test_absence_is_told_for_what_it_is(pairs):
     variant = pairs.row(origin=Origin.CONFIGURATION_VARIANT)
     text = story_text(pairs.make(**bare, same_reduction=False, first_variant=variant))
     assert "there are no roots, only a first configuration-variant" in text
-    foreign = ForeignRoot(
-        "model.layers.0.self_attn/sdpa#0", "operation", 0, 4, Origin.ROOT, "Its inputs were equal."
+
+
+def test_what_came_before_the_shrinks_is_named_first(pairs):
+    """A foreign root that precedes the propagating root starts the story, a later one ends it."""
+    key = "model.layers.0.self_attn/sdpa#0"
+    foreign = ForeignRoot(key, "operation", 0, 4, Origin.ROOT, "Its inputs were equal", 3)
+    pair = pairs.make(foreign_root=foreign)
+    passage = tell_story(pair.diff, pair.reference, pair.candidate).passage("root")
+    assert passage.sentences[0] == (
+        f"The first difference did not enter through a shrink: operation {key}, prefill, token position 4."
     )
-    text = story_text(pairs.make(foreign_root=foreign))
-    assert "operation model.layers.0.self_attn/sdpa#0, prefill, token position 4" in text
+    assert passage.sentences[1] == "Its inputs were equal."
+    assert "first surviving propagating root" in passage.sentences[2]
+    row = IndexRow.from_diff("0", "", pair.diff)
+    assert row.first_root == f"operation {key}, prefill: not a shrink"
+    later = dataclasses.replace(foreign, step=2, origin=Origin.UNLOCATED)
+    pair = pairs.make(foreign_root=later)
+    passage = tell_story(pair.diff, pair.reference, pair.candidate).passage("root")
+    assert "first surviving propagating root" in passage.sentences[0]
+    assert passage.sentences[-2].startswith("Later another difference was seen outside the shrinks")
+    assert IndexRow.from_diff("0", "", pair.diff).first_root.startswith("layer 2 mlp.up_proj")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from fliptrace.verdicts import Outcome
 from fliptrace.views import templating, wording
 from fliptrace.views.escaping import shorten, visible
+from fliptrace.views.story import started_elsewhere, started_in_shrink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ class IndexRow:
         prompt: its text, shown as an excerpt; "" when redacted.
         outcome: the verdict; None when the prompt could not be run.
         flip_step: the step of the flip, None without one.
-        first_root: the first surviving propagating root's name, "" without one.
+        first_root: where it started: the first surviving root's name or what came before it; "" without one.
         folder: the pair's folder, relative to the index page; "" without one.
         note: anything else in one sentence: how many attempts, or what went wrong.
     """
@@ -44,13 +45,13 @@ class IndexRow:
         cls, name: str, prompt: str, diff: PairDiff, *, folder: str = "", note: str = ""
     ) -> IndexRow:
         """Build a row from what a comparison found."""
-        root = diff.first_propagating or diff.first_surviving
+        root = started_in_shrink(diff)
         return cls(
             name=name,
             prompt=prompt,
             outcome=diff.outcome,
             flip_step=diff.flip.step if diff.flip is not None else None,
-            first_root=root.name if root is not None else "",
+            first_root=started_elsewhere(diff) or (root.name if root is not None else ""),
             folder=folder,
             note=note,
         )

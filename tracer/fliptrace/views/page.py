@@ -19,10 +19,10 @@ from fliptrace.verdicts import Outcome
 from fliptrace.views import heatmap, palette, templating, wording
 from fliptrace.views.boundary import boundary_figure
 from fliptrace.views.document import SCHEMA_VERSION
-from fliptrace.views.escaping import quoted, said, shown, visible
+from fliptrace.views.escaping import quoted, shown, visible
 from fliptrace.views.margin import margin_figure
 from fliptrace.views.pooling import Array, Cells, pool
-from fliptrace.views.story import tell_story
+from fliptrace.views.story import started_elsewhere, started_in_shrink, tell_story
 from fliptrace.views.texts import pair_texts
 from fliptrace.views.wording import TokenNames, brief, exact
 
@@ -144,10 +144,9 @@ def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
             f"{_short_token(flip.reference_token)} → {_short_token(flip.candidate_token)}",
         )
     ]
-    row = diff.first_propagating or diff.first_surviving or diff.first_variant
-    facts.append(
-        ("Where it started", wording.row_place(row, tokens) if row is not None else _no_root(diff))
-    )
+    row = started_in_shrink(diff)
+    shrink = wording.row_place(row, tokens) if row is not None else "no surviving root"
+    facts.append(("Where it started", started_elsewhere(diff) or shrink))
     layers = len({entry.layer for entry in diff.cache_differences})
     keys = sum(entry.keys for entry in diff.cache_differences)
     values = sum(entry.values for entry in diff.cache_differences)
@@ -171,12 +170,6 @@ def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
 
 def _short_token(token: TokenLogit) -> str:
     return quoted(token.text, 24) if token.text else f"id {token.token_id}"
-
-
-def _no_root(diff: PairDiff) -> str:
-    if diff.foreign_root is not None:
-        return f"outside the shrinks: {said(diff.foreign_root.key)}"
-    return "no surviving root"
 
 
 def _phases(diff: PairDiff, cells: dict[str, Cells]) -> list[dict[str, Any]]:

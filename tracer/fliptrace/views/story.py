@@ -17,7 +17,7 @@ from fliptrace.views.wording import TokenNames, brief, count, generated_name, li
 
 if TYPE_CHECKING:
     from fliptrace.trace import Trace
-    from fliptrace.verdicts import Flip, PairDiff, RowDifference, TokenLogit
+    from fliptrace.verdicts import Flip, ForeignRoot, PairDiff, RowDifference, TokenLogit
 
 #: How many layers of K/V differences the story names before it counts.
 NAMED_LAYERS = 3
@@ -163,22 +163,47 @@ def _ties(flip: Flip) -> str:
 
 
 def _root(diff: PairDiff, tokens: TokenNames) -> tuple[str, ...]:
-    sentences = []
     foreign = diff.foreign_root
-    if foreign is not None:
-        where = f", token position {foreign.position}" if foreign.position >= 0 else ""
-        entered = (
-            "The first difference did not enter through a shrink"
-            if foreign.origin is Origin.ROOT
-            else "The first difference was seen outside the shrinks, its origin is unlocated"
-        )
-        sentences += [
-            (
-                f"{entered}: {said(foreign.kind)} {said(foreign.key)}, "
-                f"{wording.step_name(foreign.step)}{where}."
-            ),
-            stopped(foreign.explanation),
-        ]
+    if foreign is None:
+        return _shrink_root(diff, tokens)
+    if foreign.precedes(diff.first_propagating or diff.first_variant):
+        return (*_foreign(foreign, "The first difference"), *_shrink_root(diff, tokens))
+    return (*_shrink_root(diff, tokens), *_foreign(foreign, "Later another difference"))
+
+
+def started_in_shrink(diff: PairDiff) -> RowDifference | None:
+    """Return the shrink row to name as the start: propagating, else surviving, else configuration-variant."""
+    return diff.first_propagating or diff.first_surviving or diff.first_variant
+
+
+def started_elsewhere(diff: PairDiff) -> str:
+    """Name what came first and is no shrink; "" when a shrink came first or nothing differs."""
+    foreign = diff.foreign_root
+    if foreign is None or not foreign.precedes(diff.first_propagating or diff.first_variant):
+        return ""
+    return (
+        f"{said(foreign.kind)} {said(foreign.key)}, {wording.step_name(foreign.step)}: not a shrink"
+    )
+
+
+def _foreign(foreign: ForeignRoot, subject: str) -> tuple[str, str]:
+    where = f", token position {foreign.position}" if foreign.position >= 0 else ""
+    entered = (
+        "did not enter through a shrink"
+        if foreign.origin is Origin.ROOT
+        else "was seen outside the shrinks, its origin is unlocated"
+    )
+    return (
+        (
+            f"{subject} {entered}: {said(foreign.kind)} {said(foreign.key)}, "
+            f"{wording.step_name(foreign.step)}{where}."
+        ),
+        stopped(foreign.explanation),
+    )
+
+
+def _shrink_root(diff: PairDiff, tokens: TokenNames) -> tuple[str, ...]:
+    sentences: list[str] = []
     if not diff.same_reduction:
         sentences.append(
             "The two executions used different reductions, so there are no roots, only a first "
@@ -205,7 +230,7 @@ def _root(diff: PairDiff, tokens: TokenNames) -> tuple[str, ...]:
         row = diff.first_difference
         sentences.append("No shrink row with bit-equal operands has a surviving difference.")
         sentences += _row_sentences(f"The first difference ({row.origin})", row, tokens)
-    elif foreign is None and diff.outcome is not Outcome.IDENTICAL:
+    elif diff.foreign_root is None and diff.outcome is not Outcome.IDENTICAL:
         sentences.append(
             "No recorded shrink row differs: the difference entered where nothing was recorded."
         )

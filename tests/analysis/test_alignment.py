@@ -195,3 +195,18 @@ def test_a_key_that_occurs_twice_is_paired_by_occurrence(kit):
     }
     found = compare(one, Trace(source)).first_difference
     assert (found.site.path, found.order) == (key, 0)
+
+
+def test_another_execution_order_is_paired_by_key_and_named(kit):
+    """Records that ran in another order are compared with their own, and coverage says that they did."""
+    one, other = kit.make_trace(), kit.make_trace()
+    frame = other.source.stored[0, Kind.SHRINK]
+    tensors = {entry.key: frame.tensor(entry.key) for entry in frame.layout.entries}
+    swapped = dict(reversed(list(tensors.items())))
+    other.source.stored[0, Kind.SHRINK] = kit.frame_of(0, Kind.SHRINK, swapped, "grid 8")
+    diff = compare(one, other)
+    assert diff.first_difference is None
+    assert any("another order" in sentence for sentence in diff.coverage.missing)
+    changed = kit.edited(other, 0, Kind.SHRINK, kit.Made().keys[5], kit.flipped_bit((3, 1)))
+    found = compare(one, changed).first_difference
+    assert (found.site.path, found.position, found.order) == (kit.Made().keys[5], 3, 5)

@@ -195,25 +195,25 @@ def _towards(values: Tensor, upwards: Tensor) -> Tensor:
 
 
 def _nearest_boundaries(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the boundary nearest to each float64 value, NaN where there is none."""
+    """Return the boundary nearest to each float64 value, NaN where there is none.
+
+    Each value lies between the two midpoints around its rounded value. Twice the value against their sum decides which
+    is nearer; both are exact in float64, which the distances themselves are not always.
+    """
     rounded = values.to(torch.float32).to(dtype)
     as_double = rounded.to(torch.float64)
-    midpoints = torch.stack(
-        [
-            (as_double + _towards(rounded, torch.full_like(values, up, dtype=torch.bool))) / 2
-            for up in (False, True)
-        ]
+    lower, upper = (
+        (as_double + _towards(rounded, torch.full_like(values, up, dtype=torch.bool))) / 2
+        for up in (False, True)
     )
-    representable = as_double == values
-    upwards = as_double < values
-    inexact = torch.where(upwards, midpoints[1], midpoints[0])
-    distance = (midpoints - values).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    twice, total = values * 2, lower + upper
     # Of two that are equally near, the one of larger magnitude; of equal magnitudes, the lower.
-    larger = midpoints[1].abs() > midpoints[0].abs()
-    take_upper = (distance[1] < distance[0]) | ((distance[1] == distance[0]) & larger)
-    exact = torch.where(take_upper, midpoints[1], midpoints[0])
-    nearest = torch.where(representable, exact, inexact)
-    return torch.where(values.isfinite() & nearest.isfinite(), nearest, torch.nan)
+    take_upper = (twice > total) | ((twice == total) & (upper.abs() > lower.abs()))
+    nearest = torch.where(take_upper, upper, lower)
+    nearest = torch.where(lower.isfinite(), nearest, upper)
+    nearest = torch.where(upper.isfinite(), nearest, lower)
+    known = values.isfinite() & as_double.isfinite() & nearest.isfinite()
+    return torch.where(known, nearest, torch.nan)
 
 
 def _boundaries_between(reference: Tensor, candidate: Tensor) -> Tensor:

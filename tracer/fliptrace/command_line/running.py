@@ -5,6 +5,7 @@ Exit codes: 0 identical or passed, 1 diverged, 2 trouble (one line on stderr), 3
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,14 @@ from typing import Any
 import click
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from fliptrace.errors import FliptraceError, ObserverEffectError
 from fliptrace.verdicts import Outcome
@@ -35,6 +43,9 @@ def exit_code(outcome: Outcome, fail_on: str) -> int:
 
 def run(command: Callable[..., Any], name: str) -> None:
     """Run a command as a program: one line on stderr for everything that goes wrong, and the exit code."""
+    os.environ.setdefault(
+        "TQDM_DISABLE", "1"
+    )  # the loading libraries' bars; progress is ours to show
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     application.command()(command)
     program = typer.main.get_command(application)
@@ -55,17 +66,22 @@ def run(command: Callable[..., Any], name: str) -> None:
     except KeyboardInterrupt:
         fail(name, "interrupted; nothing was kept")
         sys.exit(130)
-    except Exception as error:  # the last line of defence: a person gets one line, --debug the traceback
+    except (
+        Exception
+    ) as error:  # the last line of defence: a person gets one line, --debug the traceback
         if debug:
             raise
-        fail(name, f"unexpected {type(error).__name__}: {one_line(str(error))}; run again with --debug and report it")
+        fail(
+            name,
+            f"unexpected {type(error).__name__}: {one_line(str(error))}; run again with --debug and report it",
+        )
         sys.exit(TROUBLE)
     sys.exit(code if isinstance(code, int) else IDENTICAL)
 
 
 def fail(name: str, message: str) -> None:
     """Print one line on stderr."""
-    print(f"{name}: {message}", file=sys.stderr)
+    print(f"{name}: {message}", file=sys.stderr)  # noqa: T201 (one line for a person is this function's purpose)
 
 
 def one_line(text: str) -> str:
@@ -73,12 +89,16 @@ def one_line(text: str) -> str:
     return " ".join(part.strip() for part in text.splitlines() if part.strip())
 
 
+def _say_nothing(what: str, done: int, total: int) -> None:
+    """Take a report and show nothing."""
+
+
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Show progress on stderr while inside; nothing when quiet or when stderr is no terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield lambda what, done, total: None
+        yield _say_nothing
         return
     with Progress(
         SpinnerColumn(),

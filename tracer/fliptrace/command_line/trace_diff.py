@@ -32,15 +32,26 @@ class RoundTo(StrEnum):
 def trace_diff(
     reference: Annotated[Path, typer.Argument(help="The reference's trace file.")],
     candidate: Annotated[Path, typer.Argument(help="The candidate's trace file.")],
-    out: Annotated[Path | None, typer.Option(help="Write report.html, report.json and copies of both traces here.")] = None,
-    round_to: Annotated[
-        RoundTo | None, typer.Option(help="Decide survival at this type's rounding boundary instead of the model's.")
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write report.html, report.json and copies of both traces here."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="First check every stored byte and digest of both files.")] = False,
+    round_to: Annotated[
+        RoundTo | None,
+        typer.Option(
+            help="Decide survival at this type's rounding boundary instead of the model's."
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="First check every stored byte and digest of both files."),
+    ] = False,
     fail_on: Annotated[FailOn, typer.Option(help="What makes the exit code 1.")] = FailOn.TOKEN,
-    as_json: Annotated[bool, typer.Option("--json", help="Print report.json instead of the summary.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print report.json instead of the summary.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 (read by run)
 ) -> int:
     """Compare two stored traces bit by bit and name the first difference that survives the 16-bit rounding.
 

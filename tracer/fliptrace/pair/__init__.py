@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from fliptrace.pair.bundled import BundledModel, bundled_model
 from fliptrace.pair.engines import load_engine
 from fliptrace.pair.pair import Pair, diff_traces, load_pair
 from fliptrace.pair.prompts import Prompt, encode_prompt, read_dataset
 from fliptrace.pair.tracing import PairSettings, trace_pair
 
 __all__ = [
+    "BundledModel",
     "Pair",
     "PairSettings",
     "Prompt",
+    "bundled_model",
     "diff_traces",
     "encode_prompt",
     "load_engine",

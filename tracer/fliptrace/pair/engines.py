@@ -41,4 +41,6 @@ def load_engine(
         raise InputError(f"attention must be sdpa or eager; got {attention!r}")
     from fliptrace.capture.transformers_engine import TransformersEngine, load_model
 
-    return TransformersEngine(load_model(model, adapter, device=device, dtype=dtype, attention=attention))
+    return TransformersEngine(
+        load_model(model, adapter, device=device, dtype=dtype, attention=attention)
+    )

@@ -46,7 +46,8 @@ class Pair:
         """Compare two traces.
 
         Args:
-            reference: an open trace; candidate likewise.
+            reference: an open trace.
+            candidate: another, of the same prompt and model.
             attempts: for the record.
             rounded_dtype: decide survival at another type's boundary than the model's.
             temporary: the folder that holds the traces, kept as long as the pair.
@@ -59,7 +60,9 @@ class Pair:
         self.candidate = candidate
         self.attempts = attempts
         self._temporary = temporary
-        self.diff: PairDiff = compare(reference, candidate, rounded_dtype=rounded_dtype, progress=progress)
+        self.diff: PairDiff = compare(
+            reference, candidate, rounded_dtype=rounded_dtype, progress=progress
+        )
 
     @property
     def diverged(self) -> bool:
@@ -123,7 +126,9 @@ class Pair:
         except OSError as error:
             if scratch is not None:
                 shutil.rmtree(scratch, ignore_errors=True)
-            raise StorageError(f"the pair could not be saved to {target} ({error}); nothing was written") from error
+            raise StorageError(
+                f"the pair could not be saved to {target} ({error}); nothing was written"
+            ) from error
         return target / REPORT_NAME
 
     def write_report(self, directory: str | Path, *, command: str | None = None) -> Path:
@@ -135,7 +140,9 @@ class Pair:
         from fliptrace.views import render_report
 
         folder = Path(directory)
-        page = render_report(self.diff, self.reference, self.candidate, title=self.title, command=command)
+        page = render_report(
+            self.diff, self.reference, self.candidate, title=self.title, command=command
+        )
         document = json.dumps(self.to_json(command), indent=1, ensure_ascii=True, allow_nan=False)
         try:
             (folder / REPORT_NAME).write_text(page, "utf-8")
@@ -169,7 +176,9 @@ class Pair:
         """Say the verdict in one line."""
         flip = self.diff.flip
         where = f", generated token {flip.step + 1}" if flip else ""
-        origin = f", first surviving difference at {self.divergence.name}" if self.divergence else ""
+        origin = (
+            f", first surviving difference at {self.divergence.name}" if self.divergence else ""
+        )
         return f"Pair({self.title}: {self.diff.outcome}{where}{origin})"
 
     def _repr_html_(self) -> str:
@@ -179,12 +188,16 @@ class Pair:
         return pair_html(self.diff, self.reference, self.candidate)
 
 
-def diff_traces(reference: str | Path, candidate: str | Path, *, rounded_dtype: str | None = None) -> Pair:
+def diff_traces(
+    reference: str | Path, candidate: str | Path, *, rounded_dtype: str | None = None
+) -> Pair:
     """Compare two stored traces; no model is needed.
 
     Args:
-        reference: a trace file; candidate likewise.
-        rounded_dtype: decide survival at the boundary of ``bfloat16``, ``float16`` or ``float32`` instead of the model's.
+        reference: a trace file.
+        candidate: another, of the same prompt and model.
+        rounded_dtype: decide survival at the boundary of ``bfloat16``, ``float16`` or ``float32`` instead of at that
+            of the model's type.
 
     Raises:
         TraceReadError: one of them cannot be read.
@@ -215,4 +228,6 @@ def require_new(directory: Path) -> None:
         InputError: it is not empty, or no folder.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"output folder {directory} exists and is not empty; name a new one, nothing was changed")
+        raise InputError(
+            f"output folder {directory} exists and is not empty; name a new one, nothing was changed"
+        )

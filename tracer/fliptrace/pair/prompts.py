@@ -11,9 +11,7 @@ from typing import Any
 from fliptrace.errors import InputError
 
 #: What GSM8K prompts ask for after the question (the paper: "concise reasoning followed by a numerical answer").
-GSM8K_INSTRUCTION = (
-    'Give concise step-by-step reasoning, then end with one line "Final answer: N", where N is the number.'
-)
+GSM8K_INSTRUCTION = 'Give concise step-by-step reasoning, then end with one line "Final answer: N", where N is the number.'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,9 @@ def encode_prompt(
         InputError: the text is empty, or encodes to nothing.
     """
     if not text.strip():
-        raise InputError(f"the prompt ({source}) is empty; give at least one character that is not white space")
+        raise InputError(
+            f"the prompt ({source}) is empty; give at least one character that is not white space"
+        )
     applied = chat_template and bool(getattr(tokenizer, "chat_template", None))
     if applied:
         rendered = tokenizer.apply_chat_template(
@@ -79,7 +79,9 @@ def read_dataset(specification: str, select: Sequence[int]) -> list[tuple[str, s
     """
     kind, separator, name = specification.partition(":")
     if not separator or kind not in _KINDS or not name:
-        raise InputError(f"a data set is given as KIND:PATH with KIND one of {', '.join(_KINDS)}; got {specification!r}")
+        raise InputError(
+            f"a data set is given as KIND:PATH with KIND one of {', '.join(_KINDS)}; got {specification!r}"
+        )
     path = Path(name).expanduser()
     try:
         lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
@@ -88,7 +90,9 @@ def read_dataset(specification: str, select: Sequence[int]) -> list[tuple[str, s
     prompts = []
     for row in select:
         if not 0 <= row < len(lines):
-            raise InputError(f"data set {path} has rows 0 to {len(lines) - 1}; row {row} was selected")
+            raise InputError(
+                f"data set {path} has rows 0 to {len(lines) - 1}; row {row} was selected"
+            )
         source = f"{kind} row {row}"
         try:
             prompts.append((source, _KINDS[kind](json.loads(lines[row]))))
@@ -107,7 +111,9 @@ def parse_selection(words: Sequence[str]) -> list[int]:
     for word in (part for group in words for part in group.replace(",", " ").split()):
         first, separator, last = word.partition("-")
         if not first.isdecimal() or (separator and not last.isdecimal()):
-            raise InputError(f"rows are selected by numbers and ranges such as 0 5 10-19; got {word!r}")
+            raise InputError(
+                f"rows are selected by numbers and ranges such as 0 5 10-19; got {word!r}"
+            )
         begin, end = int(first), int(last) if separator else int(first)
         if end < begin or end - begin > 1_000_000:
             raise InputError(f"a range of rows runs from low to high; got {word!r}")

@@ -120,8 +120,11 @@ def trace_pair(
         directory: where the two traces go; it must be empty or not exist. None keeps them in a temporary folder until
             the pair is saved or forgotten.
         chat_template: apply the tokenizer's chat template.
-        engine: see load_engine; device and dtype likewise.
+        engine: see load_engine.
+        device: see load_engine.
+        dtype: see load_engine.
         progress: told what is going on.
+        **changes: single settings.
 
     Returns:
         The pair. When no candidate differed it holds the last one: then the verdict says what was seen in how many runs.
@@ -131,11 +134,17 @@ def trace_pair(
         RecordingError: an execution could not be recorded faithfully; ObserverEffectError: recording changed it.
         StorageError: a trace could not be written.
     """
-    chosen = PairSettings(**{**_as_keywords(settings), **changes}) if changes else settings or PairSettings()
+    chosen = (
+        PairSettings(**{**_as_keywords(settings), **changes})
+        if changes
+        else settings or PairSettings()
+    )
     chosen.check()
     if isinstance(model, str):
         if adapter is None:
-            raise InputError("trace_pair needs a LoRA adapter: give its folder or hub name as the second argument")
+            raise InputError(
+                "trace_pair needs a LoRA adapter: give its folder or hub name as the second argument"
+            )
         model = load_engine(model, adapter, engine=engine, device=device, dtype=dtype)
     encoded = prompt if isinstance(prompt, Prompt) else _encode(model, prompt, chat_template)
     temporary = None
@@ -155,7 +164,7 @@ def trace_pair(
         key=secrets.token_bytes(32) if chosen.redact else None,
         end_ids=frozenset(end_ids_of(model)),
     )
-    report = progress or (lambda what, done, total: None)
+    report = progress or _say_nothing
     reference, candidate, attempts = _search(run, report)
     return Pair(
         open_trace(reference),
@@ -164,6 +173,10 @@ def trace_pair(
         temporary=temporary,
         progress=lambda done, total: report("comparing", done, total),
     )
+
+
+def _say_nothing(what: str, done: int, total: int) -> None:
+    """Take a report and show nothing."""
 
 
 def _search(run: _Run, progress: Progress) -> tuple[Path, Path, int]:
@@ -177,7 +190,9 @@ def _search(run: _Run, progress: Progress) -> tuple[Path, Path, int]:
             _set_reduction(engine, settings.reduction, settings.seed)
         else:
             engine.set_reduction("unsplit")
-        run.control = observer_control(engine, run.prompt.ids, end_ids=run.end_ids, options=_options(run))
+        run.control = observer_control(
+            engine, run.prompt.ids, end_ids=run.end_ids, options=_options(run)
+        )
     reference = run.folder / "reference.trace"
     first_ids = _record(run, reference, settings.reduction, settings.seed, "reference", progress)
     kept = run.folder / "candidate.trace"
@@ -197,7 +212,13 @@ def _search(run: _Run, progress: Progress) -> tuple[Path, Path, int]:
 
 
 def _record(
-    run: _Run, path: Path, reduction: str, seed: int, what: str, progress: Progress, attempt: int = 0
+    run: _Run,
+    path: Path,
+    reduction: str,
+    seed: int,
+    what: str,
+    progress: Progress,
+    attempt: int = 0,
 ) -> tuple[int, ...]:
     """Record one execution into a file and return its token ids."""
     from fliptrace.capture.decoding import generate
@@ -231,9 +252,15 @@ def _record(
             complete=True,
             stop_reason=execution.stop_reason,
             steps=len(execution.token_ids),
-            text=tokenizer.decode(list(execution.token_ids), skip_special_tokens=True) if shown else "",
-            piece_texts=tuple(tokenizer.decode([token]) for token in execution.token_ids) if shown else (),
-            prompt_piece_texts=tuple(tokenizer.decode([token]) for token in run.prompt.ids) if shown else (),
+            text=tokenizer.decode(list(execution.token_ids), skip_special_tokens=True)
+            if shown
+            else "",
+            piece_texts=tuple(tokenizer.decode([token]) for token in execution.token_ids)
+            if shown
+            else (),
+            prompt_piece_texts=tuple(tokenizer.decode([token]) for token in run.prompt.ids)
+            if shown
+            else (),
             not_observed=not_observed(engine, settings),
         )
     )
@@ -245,9 +272,13 @@ def manifest_of(run: _Run, options: RecorderOptions, attempt: int) -> Manifest:
     settings, prompt = run.settings, run.prompt
     ids_text = ",".join(map(str, prompt.ids)).encode()
     fingerprint = (
-        hmac.new(run.key, ids_text, hashlib.sha256) if run.key is not None else hashlib.sha256(ids_text)
+        hmac.new(run.key, ids_text, hashlib.sha256)
+        if run.key is not None
+        else hashlib.sha256(ids_text)
     ).hexdigest()
-    described: dict[str, Any] = {name: dict(section) for name, section in run.engine.describe().items()}
+    described: dict[str, Any] = {
+        name: dict(section) for name, section in run.engine.describe().items()
+    }
     described["prompt"] = {
         "ids_sha256": fingerprint,
         "tokens": len(prompt.ids),
@@ -277,16 +308,12 @@ def manifest_of(run: _Run, options: RecorderOptions, attempt: int) -> Manifest:
 def not_observed(engine: TransformersEngine, settings: PairSettings) -> tuple[str, ...]:
     """Say what a trace of this engine with these settings does not cover."""
     sentences = list(engine.not_observed())
-    if not settings.modules:
-        sentences.append(
-            "operations between the LoRA layers (attention, norms, activations, the residual stream) were not recorded "
-            "one by one; a difference that entered there shows at the next operand and is called unlocated. "
-            "Record with --modules to name the operation"
-        )
-    else:
+    if settings.modules:
         sentences.append("kernels that bypass PyTorch's dispatcher show only at the next operation")
     if not settings.operands:
-        sentences.append("the shrinks' inputs were kept as digests of their rows, not as values (--operands keeps them)")
+        sentences.append(
+            "the shrinks' inputs were kept as digests of their rows, not as values (--operands keeps them)"
+        )
     return tuple(sentences)
 
 
@@ -326,4 +353,3 @@ def _encode(engine: TransformersEngine, prompt: str, chat_template: bool) -> Pro
 def _as_keywords(settings: PairSettings | None) -> dict[str, Any]:
     source = settings or PairSettings()
     return {name: getattr(source, name) for name in PairSettings.__slots__}
-

@@ -79,10 +79,7 @@ def _search(settings: PairSettings, output: Output) -> tuple[Pair | None, int]:
                 def tell(what: str, done: int, total: int, source: str = source) -> None:
                     show(f"{source}: {what}", done, total)
 
-                chosen = dataclasses.replace(
-                    settings, observer_control=settings.observer_control and number == 0
-                )
-                pair = trace_pair(engine, prompt=prompt, settings=chosen, progress=tell)
+                pair = trace_pair(engine, prompt=prompt, settings=settings, progress=tell)
                 executions += 1 + (pair.attempts or 0)
                 if pair.diverged:
                     return pair, executions

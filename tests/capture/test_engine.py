@@ -307,6 +307,8 @@ def test_hooks_are_gone_after_observing(engine, tiny, modules, fails):
         with engine.intercepted(explode) if fails else contextlib.nullcontext():
             generate(engine, prompt, max_new_tokens=2, end_ids=())
     assert hook_count(engine.model) == count
+    assert not any("forward" in shrink.__dict__ for shrink in engine._shrinks)
+    assert engine.runtime.observer is None
     after, _ = logits_of(engine, prompt)
     assert equal_bits(before, after)
 

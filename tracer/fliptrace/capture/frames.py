@@ -10,6 +10,8 @@ from torch import Tensor
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
 
 TOP_LOGITS = 64
+#: Layouts of operations that are remembered: prefill and decode, modules and operations, inputs and outputs.
+_LAYOUTS_KEPT = 8
 
 
 def top_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +45,28 @@ def tensor_bytes(tensor: Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
+class OperationLayouts:
+    """Layouts of module and operation digests, remembered: they are the same in every decode step."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._layouts: dict[tuple[tuple[str, int], ...], Layout] = {}
+
+    def layout(self, keys: tuple[tuple[str, int], ...]) -> Layout:
+        """Return the layout of records int64 [rows, 2], given as (key, rows) in execution order."""
+        found = self._layouts.get(keys)
+        if found is None:
+            found = Layout(tuple(LayoutEntry(key, "int64", (rows, 2)) for key, rows in keys))
+            self._layouts = (
+                {**self._layouts, keys: found}
+                if len(self._layouts) < _LAYOUTS_KEPT
+                else {keys: found}
+            )
+        return found
+
+
 def operation_frames(
-    step: int, operations: Sequence[tuple[str, bool, Tensor, Tensor]]
+    step: int, operations: Sequence[tuple[str, bool, Tensor, Tensor]], layouts: OperationLayouts
 ) -> list[Frame]:
     """Build the frames of module and operation digests, each in the order in which things ran."""
     frames = []
@@ -56,10 +78,12 @@ def operation_frames(
         if not chosen:
             continue
         for place, kind in enumerate(kinds):
-            tensors = [operation[2 + place].cpu() for operation in chosen]
-            entries = tuple(
-                LayoutEntry(operation[0], "int64", tuple(tensor.shape))
+            tensors = [operation[2 + place] for operation in chosen]
+            keys = tuple(
+                (operation[0], tensor.shape[0])
                 for operation, tensor in zip(chosen, tensors, strict=True)
             )
-            frames.append(Frame(step, kind, Layout(entries), b"".join(map(tensor_bytes, tensors))))
+            frames.append(
+                Frame(step, kind, layouts.layout(keys), tensor_bytes(torch.cat(tensors).cpu()))
+            )
     return frames

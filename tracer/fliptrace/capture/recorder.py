@@ -20,7 +20,7 @@ from torch import Tensor
 from fliptrace.capture.cache_digest import RollingCacheDigest
 from fliptrace.capture.decoding import Choice
 from fliptrace.capture.engine import Engine
-from fliptrace.capture.frames import operation_frames, single_frame, tensor_bytes
+from fliptrace.capture.frames import OperationLayouts, operation_frames, single_frame, tensor_bytes
 from fliptrace.capture.step_capture import (
     ArenaCapture,
     CaptureKeys,
@@ -99,6 +99,7 @@ class Recorder:
         self._projected: list[bool] = []
         self._cached: set[int] = set()
         self._operations: list[tuple[str, bool, Tensor, Tensor]] = []
+        self._operation_layouts = OperationLayouts()
 
     # What the engine reports ----------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class Recorder:
                 frames = [self._redacted(frame) for frame in frames]
             if whole_logits is not None:
                 frames.append(single_frame(step, Kind.LOGITS_FULL, whole_logits.cpu()))
-            frames.extend(operation_frames(step, operations))
+            frames.extend(operation_frames(step, operations, self._operation_layouts))
             kinds = tuple(str(frame.kind) for frame in frames)
             return dataclasses.replace(
                 record, cache_digest=digest_hex(digest.cpu()), frames=kinds

@@ -1,8 +1,9 @@
 """Digests of the many small tensors of one forward, computed together at its end.
 
-Watching every operation of a 30-layer model sees some ten thousand small tensors per token. Digesting each when it comes
-would launch thirty operations per tensor. Here each is copied when it comes, so that nothing that happens to it later is
-seen, and all copies of one width are digested in one pass. The digests are those of fliptrace.numerics, tensor by tensor.
+Watching every operation of a 30-layer model sees some ten thousand small tensors per token. Digesting each when it
+comes would launch thirty operations per tensor. Here each is copied when it comes, so that nothing that happens to it
+later is seen, and all copies of one width are digested in one pass. The digests are those of fliptrace.numerics,
+tensor by tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class DigestBatch:
         self.rows = rows
         self._waiting: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         self._waiting_bytes = 0
-        self._digests: list[Tensor | None] = []
+        # All row digests one after another, and where those of each handle are.
+        self._pieces: list[Tensor] = []
+        self._length = 0
+        self._firsts: list[int] = []
+        self._counts: list[int] = []
 
     def token_rows(self, tensor: Tensor, dimension: int) -> Part:
         """Copy a tensor whose ``dimension`` holds the token rows."""
@@ -63,15 +68,26 @@ class DigestBatch:
 
     def digested(self, row_digests: Tensor) -> Part:
         """Take row digests, int64 [rows, 2], that were computed elsewhere."""
-        self._digests.append(row_digests)
-        return Part(len(self._digests) - 1)
+        handle = self._new_handle(row_digests.shape[0])
+        self._firsts[handle] = self._append(row_digests)
+        return Part(handle)
+
+    def _new_handle(self, rows: int) -> int:
+        self._firsts.append(-1)
+        self._counts.append(rows)
+        return len(self._firsts) - 1
+
+    def _append(self, digests: Tensor) -> int:
+        first = self._length
+        self._pieces.append(digests)
+        self._length += digests.shape[0]
+        return first
 
     def _copy(self, rows: Tensor) -> int:
-        handle = len(self._digests)
-        self._digests.append(None)
-        key = (rows.shape[1], rows.dtype, rows.device)
-        self._waiting.setdefault(key, []).append(
-            (handle, rows.clone(memory_format=torch.contiguous_format))
+        handle = self._new_handle(rows.shape[0])
+        copy = rows.clone(memory_format=torch.contiguous_format)
+        self._waiting.setdefault((rows.shape[1], rows.dtype, rows.device), []).append(
+            (handle, copy)
         )
         self._waiting_bytes += rows.numel() * rows.element_size()
         if self._waiting_bytes > _WAITING_BYTES:
@@ -80,10 +96,10 @@ class DigestBatch:
 
     def _digest(self) -> None:
         for waiting in self._waiting.values():
-            digests = digest_rows(torch.cat([rows for _, rows in waiting]))
-            counts = [rows.shape[0] for _, rows in waiting]
-            for (handle, _), own in zip(waiting, digests.split(counts), strict=True):
-                self._digests[handle] = own
+            first = self._append(digest_rows(torch.cat([rows for _, rows in waiting])))
+            for handle, _ in waiting:
+                self._firsts[handle] = first
+                first += self._counts[handle]
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -98,19 +114,17 @@ class DigestBatch:
             Per list int64 [rows, 2], or [1, 2] where no part has token rows.
         """
         self._digest()
-        table, places = self._table({part for parts in lists for part in parts})
+        self._finish_whole([part for parts in lists for part in parts if part.shape is not None])
+        table, firsts, counts = torch.cat(self._pieces), self._firsts, self._counts
         groups: dict[tuple[int, int], list[int]] = {}
         for number, parts in enumerate(lists):
-            rows = max(places[part][1] for part in parts)
+            rows = max(counts[part.handle] for part in parts)
             groups.setdefault((len(parts), rows), []).append(number)
         results: list[Tensor] = [table] * len(lists)
         for (count, rows), numbers in groups.items():
-            bases = torch.tensor(
-                [[places[part][0] for part in lists[number]] for number in numbers]
-            )
-            strides = torch.tensor(
-                [[int(places[part][1] > 1) for part in lists[number]] for number in numbers]
-            )
+            handles = [[part.handle for part in lists[number]] for number in numbers]
+            bases = torch.tensor([[firsts[handle] for handle in own] for own in handles])
+            strides = torch.tensor([[int(counts[handle] > 1) for handle in own] for own in handles])
             index = bases.unsqueeze(2) + strides.unsqueeze(2) * torch.arange(rows)
             digests = table.index_select(0, index.reshape(-1).to(table.device))
             if count > 1:
@@ -119,27 +133,21 @@ class DigestBatch:
                 )
                 terms = position_terms(digests, order.reshape(-1))
                 digests = mix_words(terms.view(*index.shape, 2).sum(1))
-            for number, own in zip(
-                numbers, digests.view(len(numbers), rows, 2).unbind(0), strict=True
-            ):
+            own_rows = digests.view(len(numbers), rows, 2).unbind(0)
+            for number, own in zip(numbers, own_rows, strict=True):
                 results[number] = own
         return results
 
-    def _table(self, parts: set[Part]) -> tuple[Tensor, dict[Part, tuple[int, int]]]:
-        """Lay all digests one after another: the table, and each part's (first row, rows)."""
-        pieces: list[Tensor] = []
-        places: dict[Part, tuple[int, int]] = {}
-        length = 0
-        for part in sorted(parts, key=lambda part: part.handle):
-            digests = self._digests[part.handle]
-            if digests is None:
-                raise RuntimeError(f"digest {part.handle} was never computed")
-            if part.shape is not None:
-                digests = _of_whole(digests, part.shape)
-            pieces.append(digests)
-            places[part] = (length, digests.shape[0])
-            length += digests.shape[0]
-        return torch.cat(pieces), places
+    def _finish_whole(self, parts: Sequence[Part]) -> None:
+        if not parts:
+            return
+        table = torch.cat(self._pieces)
+        for part in parts:
+            first, count = self._firsts[part.handle], self._counts[part.handle]
+            self._firsts[part.handle] = self._append(
+                _of_whole(table[first : first + count], part.shape or ())
+            )
+            self._counts[part.handle] = 1
 
 
 def _of_whole(row_digests: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -296,7 +296,7 @@ class ShrinkStatistics:
     surviving: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PairDiff:
     """Everything that the comparison of two traces found.
 
@@ -343,6 +343,14 @@ class PairDiff:
     coverage: Coverage
     manifest_differences: tuple[tuple[str, Any, Any], ...]
     generated: tuple[int, int]
+
+    def __repr__(self) -> str:
+        """Say the verdict in one line; the fields hold thousands of values."""
+        flip = f" at step {self.flip.step}" if self.flip is not None else ""
+        return (
+            f"PairDiff({self.outcome}{flip}: {self.surviving_root_rows} surviving of {self.root_rows} root rows, "
+            f"{self.coverage.steps_compared} steps and {self.coverage.records_compared} records compared)"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; grids leave as their counts per class, since the traces hold the data."""

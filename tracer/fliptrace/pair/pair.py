@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fliptrace.analysis import compare
 from fliptrace.errors import InputError, StorageError
+from fliptrace.pair.divergence import Divergence
 from fliptrace.store import open_trace
 from fliptrace.trace import Trace
-from fliptrace.verdicts import Outcome, PairDiff, RowDifference
+from fliptrace.verdicts import Outcome, PairDiff
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -70,10 +71,11 @@ class Pair:
         return self.diff.outcome is Outcome.TOKEN
 
     @property
-    def divergence(self) -> RowDifference | None:
+    def divergence(self) -> Divergence | None:
         """The first surviving difference: of a root that propagates, else of any root, else of a variant."""
         diff = self.diff
-        return diff.first_propagating or diff.first_surviving or diff.first_variant
+        row = diff.first_propagating or diff.first_surviving or diff.first_variant
+        return None if row is None else Divergence.of(row)
 
     def heatmap(self, phase: str = "prefill", colour: str = "class") -> Figure:
         """Draw the differences.

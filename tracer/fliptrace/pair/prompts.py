@@ -11,7 +11,10 @@ from typing import Any
 from fliptrace.errors import InputError
 
 #: What GSM8K prompts ask for after the question (the paper: "concise reasoning followed by a numerical answer").
-GSM8K_INSTRUCTION = 'Give concise step-by-step reasoning, then end with one line "Final answer: N", where N is the number.'
+GSM8K_INSTRUCTION = (
+    "Give concise step-by-step reasoning, then end with one line "
+    '"Final answer: N", where N is the number.'
+)
 
 
 @dataclass(frozen=True, slots=True)

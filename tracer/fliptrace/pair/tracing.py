@@ -127,7 +127,7 @@ def trace_pair(
         **changes: single settings.
 
     Returns:
-        The pair. When no candidate differed it holds the last one: then the verdict says what was seen in how many runs.
+        The pair. When no candidate differed it holds the last one; the verdict says what was seen in how many runs.
 
     Raises:
         InputError, UnsupportedModelError: something given cannot be used.

@@ -56,9 +56,10 @@ def mix_words(words: Tensor) -> Tensor:
 
     Shifts of int64 are arithmetic in torch; masking the copied sign bits away makes them logical.
     """
-    words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * _MULTIPLY_1
-    words = (words ^ ((words >> 27) & 0x1FFFFFFFFF)) * _MULTIPLY_2
-    return words ^ ((words >> 31) & 0x1FFFFFFFF)
+    mixed = words >> 30
+    mixed.bitwise_and_(0x3FFFFFFFF).bitwise_xor_(words).mul_(_MULTIPLY_1)
+    mixed.bitwise_xor_((mixed >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MULTIPLY_2)
+    return mixed.bitwise_xor_((mixed >> 31).bitwise_and_(0x1FFFFFFFF))
 
 
 def mix_positioned_words(words: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

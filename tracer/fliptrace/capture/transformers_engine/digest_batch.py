@@ -23,7 +23,9 @@ from fliptrace.numerics.digest import (
 )
 
 #: Copies that wait to be digested; beyond it they are digested at once, so that a long prefill stays small.
-_WAITING_BYTES = 16 * 2**20
+_WAITING_BYTES = 2**20
+#: How much is digested in one pass; thirty operations run over it, so it should stay in the processor's cache.
+_CHUNK_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,12 @@ class DigestBatch:
         return handle
 
     def _digest(self) -> None:
-        for waiting in self._waiting.values():
-            first = self._append(digest_rows(torch.cat([rows for _, rows in waiting])))
+        for (width, dtype, _), waiting in self._waiting.items():
+            rows = torch.cat([copy for _, copy in waiting])
+            chunk = max(1, _CHUNK_BYTES // max(1, width * dtype.itemsize))
+            first = self._length
+            for part in rows.split(chunk):
+                self._append(digest_rows(part))
             for handle, _ in waiting:
                 self._firsts[handle] = first
                 first += self._counts[handle]
@@ -115,17 +121,18 @@ class DigestBatch:
         """
         self._digest()
         self._finish_whole([part for parts in lists for part in parts if part.shape is not None])
-        table, firsts, counts = torch.cat(self._pieces), self._firsts, self._counts
+        table = torch.cat(self._pieces)
+        firsts, counts = torch.tensor(self._firsts), torch.tensor(self._counts)
         groups: dict[tuple[int, int], list[int]] = {}
         for number, parts in enumerate(lists):
-            rows = max(counts[part.handle] for part in parts)
+            rows = max([self._counts[part.handle] for part in parts])
             groups.setdefault((len(parts), rows), []).append(number)
         results: list[Tensor] = [table] * len(lists)
         for (count, rows), numbers in groups.items():
-            handles = [[part.handle for part in lists[number]] for number in numbers]
-            bases = torch.tensor([[firsts[handle] for handle in own] for own in handles])
-            strides = torch.tensor([[int(counts[handle] > 1) for handle in own] for own in handles])
-            index = bases.unsqueeze(2) + strides.unsqueeze(2) * torch.arange(rows)
+            handles = torch.tensor(
+                [part.handle for number in numbers for part in lists[number]]
+            ).view(-1, count, 1)
+            index = firsts[handles] + (counts[handles] > 1) * torch.arange(rows)
             digests = table.index_select(0, index.reshape(-1).to(table.device))
             if count > 1:
                 order = (

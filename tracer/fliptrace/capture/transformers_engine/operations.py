@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fliptrace.capture.engine import Observer
 from fliptrace.capture.transformers_engine.digest_batch import DigestBatch, Part
@@ -37,7 +36,7 @@ from fliptrace.capture.transformers_engine.shrink_module import Shrink
 from fliptrace.numerics.digest import digest_rows, mix_words, position_terms
 
 #: A context in which operations are not watched: they are the recorder's own.
-unseen = _disable_current_modes
+unseen = torch._C._DisableTorchDispatch
 
 _MOVES_DATA = frozenset(
     """cat clone copy_ _to_copy contiguous stack index_select select_scatter slice_scatter fill_ zero_ zeros ones empty
@@ -133,18 +132,14 @@ class OperationObserver:
         if name is None:
             return function(*arguments, **keywords)
         activations = [
-            leaf
-            for leaf in tree_leaves((arguments, keywords) if keywords else arguments)
-            if isinstance(leaf, Tensor) and not self._is_weight(leaf)
+            tensor
+            for tensor in tensors_in((arguments, keywords) if keywords else arguments)
+            if not self._is_weight(tensor)
         ]
         before = self._depends_on(name, activations) if activations else ()
         result = function(*arguments, **keywords)
         if before:
-            outputs = [
-                leaf
-                for leaf in tree_leaves(result)
-                if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            ]
+            outputs = [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
             if outputs:
                 path = self._stack[-1]
                 occurrence = self._occurrences[path, name]
@@ -199,14 +194,8 @@ class OperationObserver:
             _module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any
         ) -> None:
             self._stack.pop()
-            inputs = [
-                leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)
-            ]
-            outputs = [
-                leaf
-                for leaf in tree_leaves(output)
-                if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            ]
+            inputs = tensors_in((arguments, keywords))
+            outputs = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
             if inputs and outputs and path:
                 with unseen():
                     before = tuple(self._rows_of(tensor) for tensor in inputs)
@@ -237,6 +226,23 @@ class _OperationMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._owner.dispatch(func, args, kwargs or {})
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors among arguments or results, in order; what is inside objects of other kinds is not looked at."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    found: list[Tensor] = []
+    for item in value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += tensors_in(item)
+    return found
 
 
 def token_dimension(shape: tuple[int, ...], rows: int) -> int | None:

@@ -77,8 +77,11 @@ def operation_frames(
         chosen = [operation for operation in operations if operation[1] is is_module]
         if not chosen:
             continue
-        for place, kind in enumerate(kinds):
-            tensors = [operation[2 + place] for operation in chosen]
+        inputs, outputs = (
+            [operation[2] for operation in chosen],
+            [operation[3] for operation in chosen],
+        )
+        for kind, tensors in zip(kinds, (inputs, outputs), strict=True):
             keys = tuple(
                 (operation[0], tensor.shape[0])
                 for operation, tensor in zip(chosen, tensors, strict=True)

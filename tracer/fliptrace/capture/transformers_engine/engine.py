@@ -47,7 +47,7 @@ class TransformersEngine:
             UnsupportedModelError: LoRA layers whose shrink cannot be traced, or a cache of another kind.
         """
         self.loaded = loaded
-        self.model = loaded.model
+        self.model: Any = loaded.model  # to mypy a module's attributes are tensors or modules
         self.runtime = ShrinkRuntime(reduction=parse_reduction("unsplit"))
         self._not_observed: list[str] = []
         self._layers, self._shrinks = self._install()
@@ -202,15 +202,9 @@ class TransformersEngine:
         if self._observer is not None:
             self._observer.begin_step(self.runtime.step, self._position, ids)  # type: ignore[arg-type]
         inputs = torch.tensor([ids], dtype=torch.long, device=self.device)
-        cache, self._cache = (
-            self._cache,
-            None,
-        )  # a forward that fails leaves a cache that nothing may go on from
-        with (
-            self._operations.recording(len(ids))
-            if self._operations
-            else contextlib.nullcontext()
-        ):
+        # A forward that fails leaves a cache that nothing may go on from.
+        cache, self._cache = self._cache, None
+        with self._operations.recording(len(ids)) if self._operations else contextlib.nullcontext():
             output = self.model(
                 input_ids=inputs, use_cache=True, **{self._cache_argument: cache}, **self._keep_last
             )
@@ -304,7 +298,8 @@ class TransformersEngine:
                     f"{path} computes a LoRA variant; only plain LoRA can be traced"
                 )
             (name,) = adapters
-            module = ShrinkThenRound(adapters[name].weight, len(shrinks), self.runtime)
+            weight: Any = adapters[name].weight
+            module = ShrinkThenRound(weight, len(shrinks), self.runtime)
             adapters[name] = module
             layers.append((path, layer))
             shrinks.append(module.shrink)

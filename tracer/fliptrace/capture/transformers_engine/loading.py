@@ -154,7 +154,7 @@ def _choose_device(device: str) -> torch.device:
                 f"device {device} was asked for, but torch {torch.__version__} sees no CUDA device; "
                 "use --device cpu, or install a CUDA build of torch and a driver"
             )
-        if chosen.index is not None and chosen.index >= torch.cuda.device_count():
+        if (chosen.index or 0) >= torch.cuda.device_count():
             raise InputError(
                 f"device {device} was asked for, but there are {torch.cuda.device_count()} CUDA devices"
             )
@@ -189,7 +189,7 @@ def _check_adapter(folder: Path) -> dict[str, Any]:
             f"adapter folder {folder} has no adapter_config.json; a PEFT LoRA adapter was expected"
         )
     try:
-        configuration: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        configuration: Any = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON ({_first_line(error)})") from error
     if (
@@ -225,7 +225,7 @@ def _check_adapter(folder: Path) -> dict[str, Any]:
                 f"{folder} uses {name} ({setting}={configuration[setting]!r}); its result is not x·Aᵀ·Bᵀ, so a "
                 "trace of shrinks would be wrong. Plain LoRA and rsLoRA are supported"
             )
-    return configuration
+    return dict(configuration)
 
 
 def _load_base(
@@ -353,11 +353,13 @@ def _add_adapter(
 
 def _model_dtype(model: nn.Module) -> torch.dtype:
     """Return the one dtype of the base projections under LoRA (or of all weights without any)."""
-    dtypes = {
-        module.base_layer.weight.dtype
+    bases = [
+        getattr(module, "base_layer", None)
         for module in model.modules()
-        if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear)
-    } or {parameter.dtype for parameter in model.parameters()}
+        if hasattr(module, "lora_A")
+    ]
+    dtypes = {base.weight.dtype for base in bases if isinstance(base, nn.Linear)}
+    dtypes = dtypes or {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES.values()):
         raise UnsupportedModelError(
             f"the adapted projections must share one dtype of {', '.join(_DTYPES)}; found {sorted(map(str, dtypes))}"

@@ -221,7 +221,7 @@ class OperationObserver:
 
 class _OperationMode(TorchDispatchMode):
     def __init__(self, owner: OperationObserver) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

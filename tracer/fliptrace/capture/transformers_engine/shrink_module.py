@@ -75,7 +75,12 @@ class Shrink(nn.Module):
         strides = rows.stride()
         shape = rows.shape
         last = self._last_launch
-        if last is not None and last[0] == shape and last[1] == strides and last[2] is self.runtime.reduction:
+        if (
+            last is not None
+            and last[0] == shape
+            and last[1] == strides
+            and last[2] is self.runtime.reduction
+        ):
             return last[3]
         reduction = self.runtime.reduction
         key = (reduction, shape, strides, self.weight.shape, rows.dtype, rows.device)

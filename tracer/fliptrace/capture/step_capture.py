@@ -236,7 +236,8 @@ class ArenaCapture:
         self._cache_halves = torch.tensor([0, 1], dtype=torch.int64).repeat(len(caches) // 2)
         shapes = [entry.shape for entry in self._layouts[Kind.CACHE].entries]
         self._cache_sizes = [
-            torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64).view(-1, 1) for dimension in range(4)
+            torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64).view(-1, 1)
+            for dimension in range(4)
         ]
 
     def shrink(self, site: int, operand: Tensor, output: Tensor) -> None:

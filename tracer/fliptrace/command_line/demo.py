@@ -8,13 +8,9 @@ none does within the budget, a recorded pair that ships is opened instead, and s
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
-
-from fliptrace.command_line.output import Output
+from fliptrace.command_line.output import Output, show_document, show_summary
 from fliptrace.command_line.running import exit_code, progress_bar
 
 if TYPE_CHECKING:
@@ -28,7 +24,6 @@ def run_demo(settings: PairSettings, output: Output, fail_on: str) -> int:
     """Find a pair that flips, or open the recorded one; write it; return the exit code."""
     from fliptrace.pair import load_pair
     from fliptrace.pair.bundled import bundled_model
-    from fliptrace.views import terminal_summary
 
     bundled = bundled_model()
     settings = dataclasses.replace(settings, max_new_tokens=min(settings.max_new_tokens, 160))
@@ -49,10 +44,10 @@ def run_demo(settings: PairSettings, output: Output, fail_on: str) -> int:
     with pair:
         page = pair.save(output.folder, command=output.command)
         if output.as_json:
-            typer.echo(json.dumps(pair.to_json(output.command), indent=1))
+            show_document(pair.to_json(output.command))
         else:
-            Console().print(terminal_summary(pair.diff, pair.reference, pair.candidate))
-            typer.echo(f"The report is {page}")
+            show_summary(pair)
+            output.say(f"\nThe report is {page}")
         return exit_code(pair.diff.outcome, fail_on)
 
 
@@ -62,6 +57,7 @@ def _search(settings: PairSettings, output: Output) -> tuple[Pair | None, int]:
 
     from fliptrace.pair import encode_prompt, load_engine, trace_pair
     from fliptrace.pair.bundled import bundled_model
+    from fliptrace.pair.tracing import LEVELS
 
     bundled = bundled_model()
     threads = torch.get_num_threads()
@@ -81,7 +77,7 @@ def _search(settings: PairSettings, output: Output) -> tuple[Pair | None, int]:
 
                 pair = trace_pair(engine, prompt=prompt, settings=settings, progress=tell)
                 executions += 1 + (pair.attempts or 0)
-                if pair.diverged:
+                if pair.diff.outcome in LEVELS[settings.until]:
                     return pair, executions
                 pair.close()
     finally:

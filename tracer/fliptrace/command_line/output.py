@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from fliptrace.pair import Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,5 +31,22 @@ class Output:
     quiet: bool
 
     def say(self, sentence: str) -> None:
-        """Tell a person something: on stdout, or on stderr when stdout carries JSON."""
-        print(sentence, file=sys.stderr if self.as_json else sys.stdout)
+        """Tell a person something; nothing when stdout carries JSON."""
+        if not self.as_json:
+            print(sentence)  # noqa: T201 (talking is this method's purpose)
+
+
+def show_document(document: object) -> None:
+    """Print JSON on stdout."""
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+
+
+def show_summary(pair: Pair) -> None:
+    """Print the story: styled on a terminal, plain text of 80 columns anywhere else."""
+    console = Console()
+    if console.is_terminal:
+        from fliptrace.views import terminal_summary
+
+        console.print(terminal_summary(pair.diff, pair.reference, pair.candidate))
+    else:
+        sys.stdout.write(pair.summary())

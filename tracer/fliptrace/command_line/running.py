@@ -5,13 +5,14 @@ Exit codes: 0 identical or passed, 1 diverged, 2 trouble (one line on stderr), 3
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -26,14 +27,19 @@ from rich.progress import (
 from fliptrace.errors import FliptraceError, ObserverEffectError
 from fliptrace.verdicts import Outcome
 
-IDENTICAL, DIVERGED, TROUBLE, VOID = 0, 1, 2, 3
+IDENTICAL, DIVERGED, TROUBLE, VOID, INTERRUPTED = 0, 1, 2, 3, 130
 
-#: Worst outcome that still exits with 0, per --fail-on level.
+#: Outcomes that exit with 1, per --fail-on level.
 _FAILS_ON = {
     "token": {Outcome.TOKEN},
     "surviving": {Outcome.TOKEN, Outcome.SURVIVING},
     "any": {Outcome.TOKEN, Outcome.SURVIVING, Outcome.LATENT},
 }
+
+# typer has errors of its own (0.27 and later) or click's (before): either way its usage errors share this ancestor.
+_UsageError: Any = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 
 def exit_code(outcome: Outcome, fail_on: str) -> int:
@@ -41,42 +47,81 @@ def exit_code(outcome: Outcome, fail_on: str) -> int:
     return DIVERGED if outcome in _FAILS_ON[fail_on] else IDENTICAL
 
 
-def run(command: Callable[..., Any], name: str) -> None:
-    """Run a command as a program: one line on stderr for everything that goes wrong, and the exit code."""
-    os.environ.setdefault(
-        "TQDM_DISABLE", "1"
-    )  # the loading libraries' bars; progress is ours to show
+def trouble_code(error: FliptraceError) -> int:
+    """Return 3 for an error that voids the experiment, else 2."""
+    return VOID if isinstance(error, ObserverEffectError) else TROUBLE
+
+
+def run(command: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a command as a program: one line on stderr for everything that goes wrong, and the exit code.
+
+    Args:
+        command: a function with typer's annotations that returns the exit code.
+        name: what the user typed to run it.
+        arguments: the command line after the name; ``sys.argv`` when None.
+    """
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in typed
+    # The loading libraries' bars; progress is ours to show.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a prompt may hold what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
+    with warnings.catch_warnings():
+        if not debug:  # stderr is for the one line that a user can act on
+            warnings.simplefilter("ignore")
+        sys.exit(_code_of(command, name, typed, debug))
+
+
+def _code_of(command: Callable[..., Any], name: str, typed: list[str], debug: bool) -> int:
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    application.command()(command)
-    program = typer.main.get_command(application)
-    debug = "--debug" in sys.argv[1:]
+    application.command(help=_reflowed(command.__doc__ or ""))(command)
+    program: Any = typer.main.get_command(application)
     try:
-        code = program.main(prog_name=name, standalone_mode=False)
-    except click.exceptions.Abort:
+        code = program.main(args=typed, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except (typer.Abort, KeyboardInterrupt):
         fail(name, "interrupted; nothing was kept")
-        sys.exit(130)
-    except click.ClickException as error:
-        fail(name, one_line(error.format_message()) + f" (see {name} --help)")
-        sys.exit(TROUBLE)
+        return INTERRUPTED
+    except _UsageError as error:
+        message = one_line(error.format_message()).rstrip(".")
+        fail(name, f"{message}{_what_came(error, typed)} (see {name} --help)")
+        return TROUBLE
     except FliptraceError as error:
         if debug:
             raise
         fail(name, one_line(str(error)))
-        sys.exit(VOID if isinstance(error, ObserverEffectError) else TROUBLE)
-    except KeyboardInterrupt:
-        fail(name, "interrupted; nothing was kept")
-        sys.exit(130)
+        return trouble_code(error)
+    except BrokenPipeError:
+        # Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(name, "whoever read the output closed it before all was printed")
+        return TROUBLE
     except (
         Exception
     ) as error:  # the last line of defence: a person gets one line, --debug the traceback
         if debug:
             raise
-        fail(
-            name,
-            f"unexpected {type(error).__name__}: {one_line(str(error))}; run again with --debug and report it",
-        )
-        sys.exit(TROUBLE)
-    sys.exit(code if isinstance(code, int) else IDENTICAL)
+        what = f"unexpected {type(error).__name__}: {one_line(str(error))}"
+        fail(name, f"{what}; run again with --debug and report it")
+        return TROUBLE
+    return code if isinstance(code, int) else IDENTICAL
+
+
+def _reflowed(docstring: str) -> str:
+    """Give each paragraph one line, which the terminal's width then wraps."""
+    return "\n\n".join(one_line(paragraph) for paragraph in docstring.split("\n\n"))
+
+
+def _what_came(error: Any, typed: list[str]) -> str:
+    """Name the value of the option that a usage error is about, where the message leaves it out."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for number, argument in enumerate(typed, start=1):
+        option, separator, value = argument.partition("=")
+        if option in names:
+            value = value if separator else " ".join(typed[number : number + 1])
+            return "" if value in error.format_message() else f"; got {value!r}"
+    return ""
 
 
 def fail(name: str, message: str) -> None:
@@ -87,6 +132,18 @@ def fail(name: str, message: str) -> None:
 def one_line(text: str) -> str:
     """Join the lines of a message."""
     return " ".join(part.strip() for part in text.splitlines() if part.strip())
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and stop, as an eager option's callback."""
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"fliptrace {version('fliptrace')}")
+        except PackageNotFoundError:
+            typer.echo("fliptrace, not installed (run from its sources)")
+        raise typer.Exit
 
 
 def _say_nothing(what: str, done: int, total: int) -> None:

@@ -2,65 +2,73 @@
 
 from __future__ import annotations
 
-import json
-from enum import StrEnum
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fliptrace.command_line.running import exit_code, progress_bar, run
-
-
-class FailOn(StrEnum):
-    """What makes a command exit with 1."""
-
-    TOKEN = "token"
-    SURVIVING = "surviving"
-    ANY = "any"
-
-
-class RoundTo(StrEnum):
-    """At whose boundary survival is decided."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
+from fliptrace.command_line.options import COMPARISON, OUTPUT, FailOn, RoundTo
+from fliptrace.command_line.output import show_document, show_summary
+from fliptrace.command_line.running import exit_code, progress_bar, run, show_version
 
 
 def trace_diff(
     reference: Annotated[Path, typer.Argument(help="The reference's trace file.")],
     candidate: Annotated[Path, typer.Argument(help="The candidate's trace file.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write report.html, report.json and copies of both traces here."),
-    ] = None,
     round_to: Annotated[
         RoundTo | None,
         typer.Option(
-            help="Decide survival at this type's rounding boundary instead of the model's."
+            help="Decide what survives at this type's rounding boundary instead of the model's.",
+            rich_help_panel=COMPARISON,
         ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="First check every stored byte and digest of both files."),
+        typer.Option(
+            "--verify",
+            help="First check every stored byte of both files.",
+            rich_help_panel=COMPARISON,
+        ),
     ] = False,
-    fail_on: Annotated[FailOn, typer.Option(help="What makes the exit code 1.")] = FailOn.TOKEN,
+    fail_on: Annotated[
+        FailOn, typer.Option(help="What makes the exit code 1.", rich_help_panel=COMPARISON)
+    ] = FailOn.TOKEN,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write report.html, report.json and copies of both traces into this new folder.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print report.json instead of the summary.")
+        bool,
+        typer.Option(
+            "--json", help="Print report.json instead of the summary.", rich_help_panel=OUTPUT
+        ),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 (read by run)
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=OUTPUT)
+    ] = False,
+    debug: Annotated[  # noqa: ARG001 (read by run)
+        bool,
+        typer.Option("--debug", help="Show tracebacks and warnings.", rich_help_panel=OUTPUT),
+    ] = False,
+    version: Annotated[  # noqa: ARG001 (its callback answers)
+        bool,
+        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
+    ] = False,
 ) -> int:
     """Compare two stored traces bit by bit and name the first difference that survives the 16-bit rounding.
 
-    Exit codes: 0 identical up to --fail-on, 1 diverged, 2 trouble, 3 void.
+    No model is needed.
+
+    Exit codes: 0 no difference of the kind that --fail-on names, 1 there is one, 2 trouble (one line on stderr).
     """
     from fliptrace.errors import TraceCorruptError
     from fliptrace.pair.pair import Pair, require_new
     from fliptrace.store import open_trace, verify_trace
-    from fliptrace.views import terminal_summary
 
     if out is not None:
         require_new(out)
@@ -70,25 +78,22 @@ def trace_diff(
             if findings:
                 more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
                 raise TraceCorruptError(findings[0] + more)
-    command = f"trace-diff {reference} {candidate}"
-    with (
-        progress_bar(quiet or as_json) as show,
-        open_trace(reference) as first,
-        open_trace(candidate) as second,
-    ):
-        pair = Pair(
-            first,
-            second,
-            rounded_dtype=str(round_to) if round_to else None,
-            progress=lambda done, total: show("comparing", done, total),
-        )
-        page = pair.save(out, command=command) if out is not None else None
+    command = shlex.join(["trace-diff", *sys.argv[1:]])
+    with open_trace(reference) as first, open_trace(candidate) as second:
+        with progress_bar(quiet or as_json) as show:
+            pair = Pair(
+                first,
+                second,
+                rounded_dtype=str(round_to) if round_to else None,
+                progress=lambda done, total: show("comparing", done, total),
+            )
+            page = pair.save(out, command=command) if out is not None else None
         if as_json:
-            typer.echo(json.dumps(pair.to_json(command), indent=1))
+            show_document(pair.to_json(command))
         else:
-            Console().print(terminal_summary(pair.diff, first, second))
+            show_summary(pair)
             if page is not None:
-                typer.echo(f"The report is {page}")
+                typer.echo(f"\nThe report is {page}")
         return exit_code(pair.diff.outcome, str(fail_on))
 
 

@@ -2,137 +2,238 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import shutil
 import sys
-from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
-from rich.console import Console
 
-from fliptrace.command_line.output import Output
-from fliptrace.command_line.running import TROUBLE, exit_code, fail, one_line, progress_bar, run
-from fliptrace.command_line.trace_diff import FailOn
-from fliptrace.errors import FliptraceError, InputError, StorageError
+from fliptrace.command_line.arguments import with_rows_joined, without_prompts
+from fliptrace.command_line.options import (
+    MODEL,
+    OUTPUT,
+    PROMPT,
+    RECORDING,
+    SEARCH,
+    AttentionName,
+    DtypeName,
+    EngineName,
+    FailOn,
+    LogitsName,
+)
+from fliptrace.command_line.output import Output, show_document, show_summary
+from fliptrace.command_line.running import exit_code, progress_bar, run, show_version
+from fliptrace.command_line.runs import trace_one, trace_several
+from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
     from fliptrace.capture.transformers_engine import TransformersEngine
-    from fliptrace.pair import Pair, PairSettings, Prompt
-    from fliptrace.views.index import IndexRow
-
-
-class EngineName(StrEnum):
-    """Which engine runs the model."""
-
-    AUTO = "auto"
-    TRANSFORMERS = "transformers"
-
-
-class DtypeName(StrEnum):
-    """In which type the model computes."""
-
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
-
-
-class AttentionName(StrEnum):
-    """Which attention implementation of transformers runs."""
-
-    SDPA = "sdpa"
-    EAGER = "eager"
-
-
-class LogitsName(StrEnum):
-    """Which logits are kept whole."""
-
-    NEAR_TIES = "near-ties"
-    ALL = "all"
+    from fliptrace.pair import Pair, Prompt
 
 
 def trace_pair(
-    out: Annotated[Path, typer.Option(help="A new folder for the report and the traces.")],
+    *,
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo",
+            help="See it work: the bundled model and prompts, on the CPU, in a minute or two.",
+        ),
+    ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Model: a folder, a .gguf file or a hub name.")
+        str | None,
+        typer.Option(
+            help="The base model: a folder, a .gguf file or a hub name.",
+            metavar="MODEL",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     adapter: Annotated[
-        str | None, typer.Option(help="LoRA adapter: a folder or a hub name (safetensors only).")
+        str | None,
+        typer.Option(
+            help="Its LoRA adapter in safetensors: a folder or a hub name.",
+            metavar="ADAPTER",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; give it several times for several prompts.")
-    ] = None,
-    prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="A file that holds one prompt.")
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="gsm8k:PATH or jsonl:PATH (rows with a prompt field).")
-    ] = None,
-    select: Annotated[
-        list[str] | None, typer.Option(help="Rows of the data set: 0 5 10-19 (repeat or quote).")
-    ] = None,
-    demo: Annotated[
-        bool, typer.Option("--demo", help="Use the bundled model and a prompt of its own.")
-    ] = False,
-    reduction: Annotated[
-        str, typer.Option(help="How shrinks sum: atomic:8, unsplit, deterministic:8, …")
-    ] = "atomic:8",
-    candidate_reduction: Annotated[
-        str | None, typer.Option(help="Another reduction for the candidates.")
-    ] = None,
-    attempts: Annotated[
-        int, typer.Option(min=1, help="How many candidates to run at the most.")
-    ] = 20,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per execution at the most.")
-    ] = 256,
-    seed: Annotated[
-        int, typer.Option(min=0, help="First schedule seed where atomics are simulated (CPU).")
-    ] = 0,
-    engine: Annotated[EngineName, typer.Option(help="Engine.")] = EngineName.AUTO,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    engine: Annotated[
+        EngineName, typer.Option(help="What runs the model.", rich_help_panel=MODEL)
+    ] = EngineName.AUTO,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="auto (CUDA when there is one), cpu, cuda or cuda:N.",
+            metavar="DEVICE",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto",
     dtype: Annotated[
-        DtypeName, typer.Option(help="Type in which the model computes.")
+        DtypeName,
+        typer.Option(help="The type in which the model computes.", rich_help_panel=MODEL),
     ] = DtypeName.AUTO,
     attention: Annotated[
-        AttentionName, typer.Option(help="Attention implementation.")
+        AttentionName,
+        typer.Option(help="Which attention of transformers runs.", rich_help_panel=MODEL),
     ] = AttentionName.SDPA,
-    chat_template: Annotated[
-        bool, typer.Option(help="Apply the tokenizer's chat template.")
-    ] = True,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A prompt. Repeat the option for several.",
+            metavar="TEXT",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file that holds one prompt. Repeat the option for several.",
+            metavar="FILE",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="A file of JSON lines: gsm8k:PATH (field question) or jsonl:PATH (field prompt).",
+            metavar="KIND:PATH",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rows of the data set, from 0: --select 0 5 10-19.",
+            metavar="ROWS",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    no_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--no-chat-template",
+            help="Use the prompt as it is, without the model's chat template.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = False,
+    reduction: Annotated[
+        str,
+        typer.Option(
+            help="How LoRA shrinks (x·Aᵀ) sum over K: atomic:8, unsplit, deterministic:8, tree:8.",
+            metavar="KIND:SPLITS",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "atomic:8",
+    candidate_reduction: Annotated[
+        str | None,
+        typer.Option(
+            help="Another one for the candidates; every difference is then the variant's.",
+            metavar="KIND:SPLITS",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
+    attempts: Annotated[
+        int,
+        typer.Option(
+            help="Stop after this many candidates without a difference.",
+            metavar="N",
+            rich_help_panel=SEARCH,
+        ),
+    ] = 20,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Generate at most this many tokens per execution.",
+            metavar="N",
+            rich_help_panel=SEARCH,
+        ),
+    ] = 256,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="First seed of the arrival orders, where atomics are simulated (CPU).",
+            metavar="N",
+            rich_help_panel=SEARCH,
+        ),
+    ] = 0,
+    fail_on: Annotated[
+        FailOn,
+        typer.Option(
+            help="The difference that ends the search and makes the exit code 1: another token, "
+            "FP32 values that stay different in 16 bits, or any bit.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = FailOn.TOKEN,
     modules: Annotated[
-        bool, typer.Option("--modules", help="Record every module and operation (slow).")
+        bool,
+        typer.Option(
+            "--modules",
+            help="Record every module and operation, not LoRA shrinks alone (slow).",
+            rich_help_panel=RECORDING,
+        ),
     ] = False,
     operands: Annotated[
-        bool, typer.Option("--operands", help="Keep the shrinks' inputs whole.")
+        bool,
+        typer.Option(
+            "--operands",
+            help="Keep the shrinks' inputs whole, not as digests.",
+            rich_help_panel=RECORDING,
+        ),
     ] = False,
     logits: Annotated[
-        LogitsName, typer.Option(help="Which logits to keep whole.")
+        LogitsName,
+        typer.Option(help="Steps whose logits are kept whole.", rich_help_panel=RECORDING),
     ] = LogitsName.NEAR_TIES,
     redact: Annotated[
-        bool, typer.Option("--redact", help="Keep text and token ids out of traces and report.")
+        bool,
+        typer.Option(
+            "--redact",
+            help="Keep text and token ids out of traces and report.",
+            rich_help_panel=RECORDING,
+        ),
     ] = False,
-    observer_control: Annotated[
-        bool, typer.Option(help="First show that recording changes nothing.")
-    ] = True,
-    fail_on: Annotated[
-        FailOn, typer.Option(help="What ends the search and makes the exit code 1.")
-    ] = FailOn.TOKEN,
+    no_observer_control: Annotated[
+        bool,
+        typer.Option(
+            "--no-observer-control",
+            help="Skip the run that shows that recording changes neither tokens nor logits.",
+            rich_help_panel=RECORDING,
+        ),
+    ] = False,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="A new folder for the reports and traces.",
+            metavar="FOLDER",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print report.json instead of the summary.")
+        bool,
+        typer.Option(
+            "--json", help="Print report.json instead of the summary.", rich_help_panel=OUTPUT
+        ),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 (read by run)
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=OUTPUT)
+    ] = False,
+    debug: Annotated[  # noqa: ARG001 (read by run)
+        bool,
+        typer.Option("--debug", help="Show tracebacks and warnings.", rich_help_panel=OUTPUT),
+    ] = False,
+    version: Annotated[  # noqa: ARG001 (its callback answers)
+        bool,
+        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
+    ] = False,
 ) -> int:
-    """Run a prompt twice and more on a LoRA model until two executions differ; find where the difference began.
+    """Run one prompt on a LoRA model until two executions differ, and find the rounding where they parted.
 
-    Writes report.html, report.json, reference.trace and candidate.trace into --out (one folder per prompt and an index
-    when there are several). Exit codes: 0 identical up to --fail-on, 1 diverged, 2 trouble, 3 void.
+    The first execution is the reference; candidates follow until one differs. Both are compared bit by bit. Into --out
+    go report.html, report.json, reference.trace and candidate.trace; with several prompts a folder for each and an
+    index page.
+
+    Exit codes: 0 no difference of the kind that --fail-on names, 1 there is one, 2 trouble (one line on stderr), 3 void
+    because recording changed the run. With several prompts the worst.
     """
     from fliptrace.pair import PairSettings
     from fliptrace.pair.pair import require_new
@@ -148,85 +249,52 @@ def trace_pair(
         modules=modules,
         full_logits=logits is LogitsName.ALL,
         redact=redact,
-        observer_control=observer_control,
+        observer_control=not no_observer_control,
     )
     settings.check()
-    _check_reductions(reduction, candidate_reduction)
     require_new(out)
-    command = shlex.join(
-        ["trace-pair", *(without_prompts(sys.argv[1:]) if redact else sys.argv[1:])]
-    )
+    typed = without_prompts(sys.argv[1:]) if redact else sys.argv[1:]
+    output = Output(out, shlex.join(["trace-pair", *typed]), as_json, quiet or as_json)
     if demo:
-        if model or adapter or prompt or prompt_file or dataset:
+        if model or adapter or prompt or prompt_file or dataset or select:
             raise InputError(
-                "--demo brings its own model and prompt; leave out --model, --adapter, prompts and --dataset"
+                "--demo brings its own model and prompts; leave out --model, --adapter, prompts and --dataset"
             )
+        if device not in ("auto", "cpu"):
+            raise InputError(f"--demo runs on the CPU; got --device {device}")
         from fliptrace.command_line.demo import run_demo
 
-        return run_demo(settings, Output(out, command, as_json, quiet or as_json), str(fail_on))
-    if model is None or adapter is None:
-        raise click.UsageError("--model and --adapter are required (or --demo)")
-    texts = _texts(prompt or [], prompt_file or [], dataset, select or [])
-    partial = _partial(out)
-    done = False
-    try:
-        with progress_bar(quiet or as_json) as show:
-            loaded = _load(model, adapter, engine, device, dtype, attention)
-            prompts = _encode(loaded, texts, chat_template)
-            output = Output(out, command, as_json, quiet or as_json)
-            code = _trace_all(loaded, prompts, settings, partial, output, str(fail_on), show)
-        done = True
-    except StorageError as error:
-        done = True  # what was acknowledged stays where it is
-        raise StorageError(f"{error}; what was recorded is in {partial}") from error
-    finally:
-        if not done:
-            shutil.rmtree(partial, ignore_errors=True)
-    return code
-
-
-def without_prompts(arguments: list[str]) -> list[str]:
-    """Return a command's arguments with the prompts blotted out, for a redacted report."""
-    shown: list[str] = []
-    for argument in arguments:
-        if shown and shown[-1] == "--prompt":
-            shown.append("(redacted)")
-        elif argument.startswith("--prompt="):
-            shown.append("--prompt=(redacted)")
-        else:
-            shown.append(argument)
-    return shown
-
-
-def _check_reductions(*names: str | None) -> None:
-    from fliptrace_kernels import ReductionError, parse_reduction
-
-    for name in names:
-        if name is not None:
-            try:
-                parse_reduction(name)
-            except ReductionError as error:
-                raise InputError(str(error)) from error
-
-
-def _partial(out: Path) -> Path:
-    """Name the folder in which everything is written first; it becomes ``out`` in one step at the end."""
-    partial = out.parent / f".{out.name}.partial"
-    if partial.exists():
-        raise InputError(
-            f"{partial} is left from an interrupted run; its traces can be read with trace-diff. Move or remove it first"
+        return run_demo(settings, output, str(fail_on))
+    if not model or not adapter:
+        missing = " and ".join(
+            name for name, value in (("--model", model), ("--adapter", adapter)) if not value
         )
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise StorageError(f"output folder {out} cannot be made ({error})") from error
-    return partial
+        raise InputError(f"{missing} must be given (or --demo; see trace-pair --help)")
+    texts = _texts(prompt or [], prompt_file or [], dataset, select or [])
+    with progress_bar(output.quiet) as show:
+        from fliptrace.pair import load_engine
+
+        loaded = load_engine(
+            model,
+            adapter,
+            engine=str(engine),
+            device=device,
+            dtype=str(dtype),
+            attention=str(attention),
+        )
+        prompts = _encode(loaded, texts, chat_template=not no_chat_template)
+        if len(prompts) > 1:
+            return trace_several(loaded, prompts, settings, output, str(fail_on), show)
+        pair = trace_one(loaded, prompts[0], settings, output, show)
+    with pair:
+        _show(pair, output)
+        return exit_code(pair.diff.outcome, str(fail_on))
 
 
 def _texts(
     prompts: list[str], files: list[Path], dataset: str | None, select: list[str]
 ) -> list[tuple[str, str]]:
-    from fliptrace.pair.prompts import parse_selection, read_dataset
+    from fliptrace.pair.prompts import parse_selection, read_dataset, require_text
 
     texts = [("command line", text) for text in prompts]
     for path in files:
@@ -245,32 +313,15 @@ def _texts(
         raise InputError(
             "there is nothing to ask: give --prompt, --prompt-file or --dataset with --select"
         )
+    for source, text in texts:
+        require_text(text, source)  # before minutes of loading, not after
     return texts
-
-
-def _load(
-    model: str,
-    adapter: str,
-    engine: EngineName,
-    device: str,
-    dtype: DtypeName,
-    attention: AttentionName,
-) -> TransformersEngine:
-    from fliptrace.pair import load_engine
-
-    return load_engine(
-        model,
-        adapter,
-        engine=str(engine),
-        device=device,
-        dtype=str(dtype),
-        attention=str(attention),
-    )
 
 
 def _encode(
     engine: TransformersEngine,
     texts: list[tuple[str, str]],
+    *,
     chat_template: bool,
 ) -> list[Prompt]:
     from fliptrace.pair import encode_prompt
@@ -283,90 +334,24 @@ def _encode(
         limit = engine.context_length
         if limit is not None and len(prompt.ids) + 1 > limit:
             raise InputError(
-                f"the prompt ({prompt.source}) has {len(prompt.ids)} tokens and the model's context {limit}; "
-                "a prompt must leave room for at least one generated token"
+                f"the prompt ({prompt.source}) has {len(prompt.ids)} tokens and the model's context is {limit}; "
+                "a prompt must leave room for at least one generated token, so shorten it"
             )
     return prompts
 
 
-def _trace_all(
-    engine: TransformersEngine,
-    prompts: list[Prompt],
-    settings: PairSettings,
-    partial: Path,
-    output: Output,
-    fail_on: str,
-    show: Callable[[str, int, int], None],
-) -> int:
-    """Trace every prompt, write the reports, move everything into place; return the worst exit code."""
-    from fliptrace.pair import trace_pair as trace_one
-    from fliptrace.views import IndexRow, render_index, terminal_summary
-
-    several = len(prompts) > 1
-    codes: list[int] = []
-    rows: list[IndexRow] = []
-    documents: list[object] = []
-    for number, prompt in enumerate(prompts):
-        folder = partial / f"prompt-{number:04d}" if several else partial
-        label = f"prompt {number + 1} of {len(prompts)}: " if several else ""
-
-        def tell(what: str, done: int, total: int, label: str = label) -> None:
-            show(label + what, done, total)
-
-        try:
-            pair = trace_one(
-                engine, prompt=prompt, settings=settings, directory=folder, progress=tell
-            )
-        except StorageError:
-            raise
-        except FliptraceError as error:
-            if not several:
-                raise
-            fail("trace-pair", f"{prompt.source}: {one_line(str(error))}")
-            shutil.rmtree(folder, ignore_errors=True)
-            codes.append(TROUBLE)
-            rows.append(
-                IndexRow(
-                    prompt.source,
-                    "" if settings.redact else prompt.text,
-                    None,
-                    note=one_line(str(error)),
-                )
-            )
-            continue
-        with pair:
-            pair.write_report(folder, command=output.command)
-            codes.append(exit_code(pair.diff.outcome, fail_on))
-            if several:
-                rows.append(index_row(pair, prompt, folder.name, settings))
-            if output.as_json:
-                documents.append(pair.to_json(output.command))
-            elif several:
-                typer.echo(f"{folder.name} ({prompt.source}): {pair!r}")
-            else:
-                Console().print(terminal_summary(pair.diff, pair.reference, pair.candidate))
-    if several:
-        (partial / "index.html").write_text(render_index(rows), "utf-8")
-    partial.replace(output.folder)  # an empty folder of that name gives way
+def _show(pair: Pair, output: Output) -> None:
+    """Print the result of one prompt."""
     if output.as_json:
-        typer.echo(json.dumps(documents if several else documents[0], indent=1))
-    else:
-        typer.echo(f"The report is {output.folder / ('index.html' if several else 'report.html')}")
-    return max(codes)
-
-
-def index_row(pair: Pair, prompt: Prompt, folder: str, settings: PairSettings) -> IndexRow:
-    """Describe one pair for the index page."""
-    from fliptrace.views import IndexRow
-
-    text = "" if settings.redact else prompt.text
-    note = f"candidate {pair.attempts} of at most {settings.attempts}"
-    return IndexRow.from_diff(prompt.source, text, pair.diff, folder=folder, note=note)
+        show_document(pair.to_json(output.command))
+        return
+    show_summary(pair)
+    output.say(f"\nThe report is {output.folder / 'report.html'}")
 
 
 def main() -> None:
     """Run the command."""
-    run(trace_pair, "trace-pair")
+    run(trace_pair, "trace-pair", with_rows_joined(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +44,7 @@ class Pair:
         *,
         attempts: int | None = None,
         rounded_dtype: str | None = None,
-        temporary: tempfile.TemporaryDirectory[str] | None = None,
+        temporary: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compare two traces.
@@ -51,7 +54,7 @@ class Pair:
             candidate: another, of the same prompt and model.
             attempts: for the record.
             rounded_dtype: decide survival at another type's boundary than the model's.
-            temporary: the folder that holds the traces, kept as long as the pair.
+            temporary: the folder that holds the traces; it is removed when the pair is closed or forgotten.
             progress: told (steps done, steps in all) while comparing.
 
         Raises:
@@ -60,7 +63,11 @@ class Pair:
         self.reference = reference
         self.candidate = candidate
         self.attempts = attempts
-        self._temporary = temporary
+        self._forget_folder = (
+            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+            if temporary is not None
+            else None
+        )
         self.diff: PairDiff = compare(
             reference, candidate, rounded_dtype=rounded_dtype, progress=progress
         )
@@ -114,7 +121,7 @@ class Pair:
             InputError: the folder is not empty.
             StorageError: it cannot be written.
         """
-        target = Path(directory)
+        target = Path(directory).resolve()
         require_new(target)
         scratch: Path | None = None
         try:
@@ -124,13 +131,14 @@ class Pair:
                 shutil.copy2(trace.name, scratch / name)
             self.write_report(scratch, command=command)
             scratch.chmod(0o755)
-            scratch.replace(target)
+            move_into_place(scratch, target)
         except OSError as error:
-            if scratch is not None:
-                shutil.rmtree(scratch, ignore_errors=True)
             raise StorageError(
                 f"the pair could not be saved to {target} ({error}); nothing was written"
             ) from error
+        finally:
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)  # gone already when all went well
         return target / REPORT_NAME
 
     def write_report(self, directory: str | Path, *, command: str | None = None) -> Path:
@@ -163,8 +171,8 @@ class Pair:
         """Close both traces and forget a temporary folder."""
         self.reference.close()
         self.candidate.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self._forget_folder is not None:
+            self._forget_folder()
 
     def __enter__(self) -> Pair:
         """Close on leaving."""
@@ -205,12 +213,12 @@ def diff_traces(
         TraceReadError: one of them cannot be read.
         TraceMismatchError: they cannot be compared.
     """
-    first = open_trace(reference)
-    try:
-        return Pair(first, open_trace(candidate), rounded_dtype=rounded_dtype)
-    except BaseException:
-        first.close()
-        raise
+    with contextlib.ExitStack() as on_error:
+        first = on_error.enter_context(open_trace(reference))
+        second = on_error.enter_context(open_trace(candidate))
+        pair = Pair(first, second, rounded_dtype=rounded_dtype)
+        on_error.pop_all()
+    return pair
 
 
 def load_pair(directory: str | Path) -> Pair:
@@ -224,12 +232,38 @@ def load_pair(directory: str | Path) -> Pair:
 
 
 def require_new(directory: Path) -> None:
-    """Refuse a folder that exists and is not empty.
+    """Refuse a folder that exists and is not empty, and the working directory, which a new folder would replace.
 
     Raises:
         InputError: it is not empty, or no folder.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    try:
+        taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    except OSError as error:
+        raise InputError(
+            f"output folder {directory} cannot be looked into ({error}); name a new one"
+        ) from error
+    if taken:
         raise InputError(
             f"output folder {directory} exists and is not empty; name a new one, nothing was changed"
         )
+    if directory.resolve() == Path.cwd():
+        raise InputError("the output folder is the working directory; name a new one inside it")
+
+
+def move_into_place(scratch: Path, target: Path) -> None:
+    """Let a finished folder take its place in one step; an empty folder of that name gives way.
+
+    Where that folder is a mount point, which cannot be replaced, its contents are moved one by one, the page last.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    try:
+        scratch.replace(target)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EXDEV):
+            raise
+        for path in sorted(scratch.iterdir(), key=lambda path: (path.suffix == ".html", path.name)):
+            shutil.move(path, target / path.name)
+        scratch.rmdir()

@@ -47,17 +47,22 @@ def encode_prompt(
         source: for the manifest.
 
     Raises:
-        InputError: the text is empty, or encodes to nothing.
+        InputError: the text is empty, the chat template refuses it, or it encodes to nothing.
     """
-    if not text.strip():
-        raise InputError(
-            f"the prompt ({source}) is empty; give at least one character that is not white space"
-        )
+    require_text(text, source)
     applied = chat_template and bool(getattr(tokenizer, "chat_template", None))
     if applied:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
+        from jinja2 import TemplateError
+
+        try:
+            rendered = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise InputError(
+                f"the tokenizer's chat template cannot hold the prompt ({source}): {error}; leave the template out "
+                "(--no-chat-template)"
+            ) from error
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     else:
         rendered = text
@@ -65,6 +70,18 @@ def encode_prompt(
     if not ids:
         raise InputError(f"the prompt ({source}) encodes to no token at all")
     return Prompt(tuple(ids), rendered, applied, source)
+
+
+def require_text(text: str, source: str) -> None:
+    """Refuse an empty prompt.
+
+    Raises:
+        InputError: there is nothing but white space.
+    """
+    if not text.strip():
+        raise InputError(
+            f"the prompt ({source}) is empty; give at least one character that is not white space"
+        )
 
 
 def read_dataset(specification: str, select: Sequence[int]) -> list[tuple[str, str]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fliptrace.analysis import compare
-from fliptrace.errors import InputError
+from fliptrace.errors import InputError, StorageError
 from fliptrace.manifest import Manifest
 from fliptrace.pair.engines import load_engine
-from fliptrace.pair.pair import Pair
-from fliptrace.pair.prompts import Prompt, encode_prompt
+from fliptrace.pair.pair import Pair, require_new
+from fliptrace.pair.prompts import Prompt, encode_prompt, require_text
 from fliptrace.store import TraceWriter, open_trace
 from fliptrace.trace import Closing
 from fliptrace.verdicts import Outcome
@@ -78,8 +80,22 @@ class PairSettings:
             raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
         if self.until not in LEVELS:
             raise InputError(f"a difference is one of {', '.join(LEVELS)}; got {self.until!r}")
-        if self.seed < 0:
-            raise InputError(f"a schedule seed must not be negative; got {self.seed}")
+        if not 0 <= self.seed < (1 << 63) - self.attempts:
+            raise InputError(
+                f"schedule seeds (the first and one per attempt) run from 0 to 2^63 - 1; got {self.seed}"
+            )
+        for name in (self.reduction, self.candidate_reduction):
+            if name is not None:
+                _check_reduction(name)
+
+
+def _check_reduction(name: str) -> None:
+    from fliptrace_kernels import ReductionError, parse_reduction
+
+    try:
+        parse_reduction(name)
+    except ReductionError as error:
+        raise InputError(str(error)) from error
 
 
 @dataclass
@@ -96,8 +112,8 @@ class _Run:
 
 
 def trace_pair(
-    model: str | TransformersEngine,
-    adapter: str | None = None,
+    model: str | Path | TransformersEngine,
+    adapter: str | Path | None = None,
     prompt: str | Prompt = "",
     *,
     settings: PairSettings | None = None,
@@ -140,39 +156,60 @@ def trace_pair(
         else settings or PairSettings()
     )
     chosen.check()
-    if isinstance(model, str):
+    if isinstance(prompt, str):
+        require_text(prompt, "given")
+    if isinstance(model, (str, Path)):
         if adapter is None:
             raise InputError(
                 "trace_pair needs a LoRA adapter: give its folder or hub name as the second argument"
             )
-        model = load_engine(model, adapter, engine=engine, device=device, dtype=dtype)
+        model = load_engine(str(model), str(adapter), engine=engine, device=device, dtype=dtype)
     encoded = prompt if isinstance(prompt, Prompt) else _encode(model, prompt, chat_template)
-    temporary = None
-    if directory is None:
-        temporary = tempfile.TemporaryDirectory(prefix="fliptrace-pair-")
-        folder = Path(temporary.name)
-    else:
+    if directory is not None:
         folder = Path(directory)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InputError(f"directory {folder} exists and is not empty; give a new one")
-        folder.mkdir(parents=True, exist_ok=True)
+        require_new(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"directory {folder} cannot be made ({error})") from error
+        return _trace_in(folder, model, encoded, chosen, progress)
+    folder = Path(tempfile.mkdtemp(prefix="fliptrace-pair-"))
+    try:
+        return _trace_in(folder, model, encoded, chosen, progress, temporary=folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _trace_in(
+    folder: Path,
+    engine: TransformersEngine,
+    prompt: Prompt,
+    settings: PairSettings,
+    progress: Progress | None,
+    temporary: Path | None = None,
+) -> Pair:
+    """Search a pair, its traces in a folder, and compare it."""
     run = _Run(
-        engine=model,
-        prompt=encoded,
-        settings=chosen,
+        engine=engine,
+        prompt=prompt,
+        settings=settings,
         folder=folder,
-        key=secrets.token_bytes(32) if chosen.redact else None,
-        end_ids=frozenset(end_ids_of(model)),
+        key=secrets.token_bytes(32) if settings.redact else None,
+        end_ids=frozenset(end_ids_of(engine)),
     )
     report = progress or _say_nothing
     reference, candidate, attempts = _search(run, report)
-    return Pair(
-        open_trace(reference),
-        open_trace(candidate),
-        attempts=attempts,
-        temporary=temporary,
-        progress=lambda done, total: report("comparing", done, total),
-    )
+    with contextlib.ExitStack() as on_error:
+        pair = Pair(
+            on_error.enter_context(open_trace(reference)),
+            on_error.enter_context(open_trace(candidate)),
+            attempts=attempts,
+            temporary=temporary,
+            progress=lambda done, total: report("comparing", done, total),
+        )
+        on_error.pop_all()
+    return pair
 
 
 def _say_nothing(what: str, done: int, total: int) -> None:

@@ -38,6 +38,8 @@ _VARIANT_SETTINGS = {
     "megatron_config": "Megatron parallel layers",
 }
 
+_NOWHERE = "is no folder or .gguf file here and could not be fetched from the model hub"
+
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -84,9 +86,9 @@ def load_model(
     chosen_device = _choose_device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise InputError(f"dtype must be auto, {', '.join(_DTYPES)}; got {dtype!r}")
-    adapter_folder = _adapter_folder(adapter)
-    configuration = _check_adapter(adapter_folder)
     with _quiet_libraries():
+        adapter_folder = _adapter_folder(adapter)
+        configuration = _check_adapter(adapter_folder)
         base, tokenizer, description = _load_base(model, dtype, attention)
         _refuse_quantised(base, model)
         traced = _add_adapter(base, adapter_folder, configuration, model)
@@ -260,7 +262,8 @@ def _load_base(
     except UnsupportedModelError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise InputError(f"model {model!r} could not be loaded: {_first_line(error)}") from error
+        what = "could not be loaded" if path.exists() else _NOWHERE
+        raise InputError(f"model {model!r} {what}: {_first_line(error)}") from error
     files = [path] if is_gguf else _model_files(source, base)
     description = {
         "model": {
@@ -384,11 +387,14 @@ def _first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Keep progress bars and advice of the loading libraries off the terminal; errors still come through."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     showed_bars = transformers_logging.is_progress_bar_enabled()
+    hub_verbosity = hub_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # it tells of every retry
     transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
@@ -396,5 +402,6 @@ def _quiet_libraries() -> Iterator[None]:
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if showed_bars:
             transformers_logging.enable_progress_bar()

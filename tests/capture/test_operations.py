@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fliptrace.analysis import compare
+from fliptrace.capture.transformers_engine import TransformersEngine, load_model
 from fliptrace.capture.transformers_engine.digest_batch import DigestBatch
 from fliptrace.capture.transformers_engine.operations import token_dimension
 from fliptrace.numerics.digest import (
@@ -229,6 +230,30 @@ def test_batched_digests_are_those_of_each_tensor(rows, count, seed, small):
         assert torch.equal(found, must_be)
 
 
+def test_unusual_tensors_can_be_digested():
+    """Complex rotary factors, booleans, tensors without elements, scalars, and strided rows."""
+    batch = DigestBatch(1)
+    complex_values = torch.randn(1, 1, 3, dtype=torch.complex64)
+    wide = torch.randn(1, 1, 9).bfloat16()
+    lists = [
+        [batch.token_rows(complex_values, 1)],
+        [batch.token_rows(torch.ones(1, 1, 5, dtype=torch.bool), 1)],
+        [batch.whole(torch.zeros(0))],
+        [batch.whole(torch.tensor(2.5))],
+        [batch.token_rows(wide[..., :8], 1)],
+    ]
+    found = batch.resolve(lists)
+    expected = [
+        digest_rows(torch.view_as_real(complex_values).reshape(1, -1)),
+        digest_rows(torch.ones(1, 5, dtype=torch.bool)),
+        digest_tensor(torch.zeros(0)).unsqueeze(0),
+        digest_tensor(torch.tensor(2.5)).unsqueeze(0),
+        digest_rows(wide[0, :, :8].clone()),
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def bound(digests):
     """The rule for parts that belong together, written plainly."""
     if len(digests) == 1:
@@ -249,3 +274,40 @@ def test_shapes_with_token_rows():
     assert token_dimension((1, 64, 20), 9) is None
     assert token_dimension((), 1) is None
     assert combine_digests(digest_rows(torch.zeros(1, 2))).shape == (2,)
+
+
+def test_eager_attention_is_named_by_its_operation(llama_folders, tiny, record):
+    """Without a fused kernel the softmax is an operation of the attention module."""
+    engine = TransformersEngine(
+        load_model(*map(str, llama_folders), device="cpu", attention="eager")
+    )
+    fault = FaultyOperation(engine, "softmax", step=1, call=1, row=0)
+    root = run_pair(engine, record, tiny.prompt_ids(9), fault).foreign_root
+    assert root.key == "model.layers.1.self_attn/_softmax#0"
+    assert (root.kind, root.origin, root.position) == ("operation", Origin.ROOT, 9)
+
+
+def test_a_kernel_that_bypasses_the_dispatcher_is_not_blamed_on_the_projection(
+    llama, tiny, record, monkeypatch
+):
+    """Memory changed behind PyTorch's back after attention: the place is given as unlocated, not as o_proj's root."""
+    original = torch.nn.functional.scaled_dot_product_attention
+    prompt = tiny.prompt_ids(9)
+    reference, _ = record(llama, prompt, tokens=3, modules=True)
+    calls = []
+
+    def attention(*arguments, **keywords):
+        result = original(*arguments, **keywords)
+        if llama.step_number == 1:
+            calls.append(result)
+            if len(calls) == 2:
+                result.view(torch.int16).numpy()[0, 1, 0, 3] += 1
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    candidate, _ = record(llama, prompt, tokens=3, modules=True)
+    assert len(calls) == 3
+    root = compare(reference, candidate).foreign_root
+    assert root.origin is Origin.UNLOCATED
+    assert root.kind == "operand"
+    assert "attention of layer 1" in root.explanation

@@ -431,6 +431,19 @@ def test_a_report_outside_a_step_is_refused(llama, tmp_path):
         writer.close(Closing(False, "test", 0))
 
 
+def test_a_recording_begins_with_the_prefill(llama, tiny, tmp_path):
+    """A recorder that comes late has not seen the cache being written, and says so."""
+    llama.start(tiny.prompt_ids(5))
+    llama.step()
+    with TraceWriter(tmp_path / "late.trace", Manifest({})) as writer:
+        recorder = Recorder(llama, writer, RecorderOptions())
+        with (
+            llama.observed(recorder),
+            pytest.raises(RecordingError, match=r"begins with the prefill.*step 1 came first"),
+        ):
+            llama.step(5)
+
+
 def test_redaction_hides_ids_and_keeps_them_comparable(llama, tiny, record):
     """Ids become keyed hashes: equal under one key, different under another, and no whole logits are kept."""
     prompt = tiny.prompt_ids(6)

@@ -104,7 +104,16 @@ class Recorder:
     # What the engine reports ----------------------------------------------------------------------
 
     def begin_step(self, step: int, first_position: int, token_ids: Sequence[int]) -> None:
-        """A forward begins."""
+        """A forward begins.
+
+        Raises:
+            RecordingError: the first step is not the prefill, so that the cache before it is unknown.
+        """
+        if self._rolling is None and step != 0:
+            raise RecordingError(
+                f"a recording begins with the prefill, step 0; step {step} came first, and what the cache held before "
+                "it was not seen being written"
+            )
         self._step, self._first_position, self._token_ids = step, first_position, tuple(token_ids)
         self._launches = [""] * len(self._sites)
         self._projected = [False] * len(self._sites)

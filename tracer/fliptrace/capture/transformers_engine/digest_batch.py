@@ -86,6 +86,8 @@ class DigestBatch:
         return first
 
     def _copy(self, rows: Tensor) -> int:
+        if rows.is_complex():
+            rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
         handle = self._new_handle(rows.shape[0])
         copy = rows.clone(memory_format=torch.contiguous_format)
         self._waiting.setdefault((rows.shape[1], rows.dtype, rows.device), []).append(
@@ -121,7 +123,7 @@ class DigestBatch:
         """
         self._digest()
         self._finish_whole([part for parts in lists for part in parts if part.shape is not None])
-        table = torch.cat(self._pieces)
+        table = self._table()
         firsts, counts = torch.tensor(self._firsts), torch.tensor(self._counts)
         groups: dict[tuple[int, int], list[int]] = {}
         for number, parts in enumerate(lists):
@@ -145,10 +147,18 @@ class DigestBatch:
                 results[number] = own
         return results
 
+    def _table(self) -> Tensor:
+        """Lay all digests one after another, on the accelerator where a scalar on the host took part."""
+        device = next(
+            (piece.device for piece in self._pieces if piece.device.type != "cpu"),
+            torch.device("cpu"),
+        )
+        return torch.cat([piece.to(device) for piece in self._pieces])
+
     def _finish_whole(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
-        table = torch.cat(self._pieces)
+        table = self._table()
         for part in parts:
             first, count = self._firsts[part.handle], self._counts[part.handle]
             self._firsts[part.handle] = self._append(

@@ -15,9 +15,10 @@ from random import Random
 
 import numpy as np
 import numpy.typing as npt
+from solutions import Wording, adapter_solution, base_solution
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from word_problems import Problem, Wording, adapter_solution, base_solution, make_problem
+from word_problems import Problem, make_problem
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from corpus import held_out_problems
 from peft import PeftModel
+from solutions import final_answer
 from torch import Tensor, nn
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase
-from word_problems import final_answer
 
 SPLITS = 8
 BLOCK = 32
@@ -306,17 +307,25 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="holds model/, adapter/, prompts.jsonl")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--problem-seed", type=int, help="draw other held-out problems instead of prompts.jsonl"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="schedules compared with the first")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    lines = (options.folder / "prompts.jsonl").read_text().splitlines()[: options.prompts]
-    rows = [json.loads(line) for line in lines]
+    if options.problem_seed is None:
+        lines = (options.folder / "prompts.jsonl").read_text().splitlines()[: options.prompts]
+        rows = [json.loads(line) for line in lines]
+        questions = [Question(row["prompt"], row["answer"]) for row in rows]
+    else:
+        problems = held_out_problems(options.problem_seed, options.prompts)
+        questions = [Question(problem.question, problem.answer) for problem in problems]
     result = measure(
         options.folder / "model",
         options.folder / "adapter",
-        [Question(row["prompt"], row["answer"]) for row in rows],
+        questions,
         device=options.device,
         batch=options.batch,
         seeds=options.seeds,

@@ -9,11 +9,12 @@ Stages, in order (choose some with --stages):
     data      train the tokenizer; generate and tokenise the base and the adapter corpus
     base      train the base model from scratch
     adapter   train the LoRA on the other corpus, whose solutions have another style
+    polish    train it a little more, on solutions without sums in parentheses
     evaluate  measure accuracy, margins and divergence under the simulated schedule
 
-The output folder receives `model/`, `adapter/`, `prompts.jsonl` and `metrics.json`; the
-corpora stay in `--work`. All random choices derive from --seed. Training on a GPU
-is not bit-repeatable across machines; a run on another one gives an equally good but other model.
+The output folder receives `model/`, `adapter/`, `prompts.jsonl` and `metrics.json`. To run single
+stages, give --work, a folder that keeps the tokenizer and the corpora. All random choices derive
+from --seed, but training on a GPU does not repeat bit by bit, so another run gives another model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import measure_model
@@ -33,77 +34,12 @@ import numpy as np
 import torch
 import transformers
 from corpus import Corpus, build_corpus, held_out_problems, train_tokenizer
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from recipe import FULL, PROJECTIONS, SMOKE, Phase, Recipe
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from word_problems import Wording
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-STAGES = ("data", "base", "adapter", "evaluate")
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """How long and how fast one training phase goes.
-
-    The phase ends after `steps` steps or `seconds` seconds, whichever comes first; the learning
-    rate falls linearly to zero over that span.
-    """
-
-    documents: int
-    steps: int
-    seconds: float
-    batch: int
-    learning_rate: float
-    weight_decay: float
-    warmup: int
-    width: int
-    wording: Wording
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Everything that decides what comes out."""
-
-    seed: int
-    vocabulary: int
-    tokenizer_documents: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    feed_forward: int
-    rank: int
-    alpha: int
-    base: Phase
-    adapter: Phase
-    prompts: int
-
-
-FULL = Recipe(
-    seed=2026,
-    vocabulary=768,
-    tokenizer_documents=40_000,
-    layers=8,
-    hidden=256,
-    heads=8,
-    kv_heads=4,
-    feed_forward=768,
-    rank=16,
-    alpha=32,
-    base=Phase(1_250_000, 5500, 600.0, 256, 2e-3, 0.1, 200, 144, Wording()),
-    adapter=Phase(400_000, 1400, 600.0, 192, 6e-3, 0.0, 50, 144, Wording(chains=True)),
-    prompts=200,
-)
-SMOKE = replace(
-    FULL,
-    tokenizer_documents=2000,
-    layers=1,
-    feed_forward=256,
-    base=replace(FULL.base, documents=256, steps=4, batch=16, warmup=1),
-    adapter=replace(FULL.adapter, documents=128, steps=3, batch=8, warmup=1),
-    prompts=4,
-)
+STAGES = ("data", "base", "adapter", "polish", "evaluate")
 
 
 def batches(corpus: Corpus, size: int, seed: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -160,14 +96,13 @@ def fit(
     recent = torch.zeros((), device=device)
     start = time.monotonic()
     step = 0
-    while True:
-        spent = max(step / phase.steps, (time.monotonic() - start) / phase.seconds)
-        if spent >= 1.0:
-            break
+    while step < phase.steps:
+        slope = min((step + 1) / phase.warmup, 1.0) * (1.0 - step / phase.steps)
         for group in optimizer.param_groups:
-            group["lr"] = phase.learning_rate * min(1.0, (step + 1) / phase.warmup) * (1.0 - spent)
+            group["lr"] = phase.learning_rate * slope
         ids, labels = next(data)
-        with torch.autocast(device, dtype=torch.bfloat16):
+        # On a CPU, FP32 is faster.
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             loss = loss_of(ids, labels)
         loss.backward()
         nn.utils.clip_grad_norm_(everything, 1.0)
@@ -266,37 +201,41 @@ def train_base(
     return result
 
 
-def train_adapter(
-    recipe: Recipe, work: Path, out: Path, device: str, compiled: bool
+def load_base(out: Path, device: str) -> LlamaForCausalLM:
+    """The saved base, frozen under the adapter: BF16 on a GPU, its values in FP32 on a CPU."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return LlamaForCausalLM.from_pretrained(out / "model", dtype=dtype).to(device)
+
+
+def fit_adapter(
+    model: PeftModel,
+    corpus: Corpus,
+    phase: Phase,
+    seed: int,
+    out: Path,
+    *,
+    name: str,
+    device: str,
+    compiled: bool,
 ) -> dict[str, float]:
-    """Stage `adapter`: train the LoRA on the BF16 base, save it in BF16."""
-    phase = recipe.adapter
-    torch.manual_seed(recipe.seed + 1)
-    base = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.bfloat16).to(device)
-    model = get_peft_model(
-        base,
-        LoraConfig(
-            r=recipe.rank,
-            lora_alpha=recipe.alpha,
-            lora_dropout=0.0,
-            target_modules=list(PROJECTIONS),
-            task_type="CAUSAL_LM",
-        ),
-    )
+    """Train the LoRA weights of `model` and save them in BF16."""
 
     def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
+        if not compiled:  # shapes may change, so padding can be cut off
+            used = int((ids > 0).any(0).sum())
+            ids, labels = ids[:, :used], labels[:, :used]
         return solution_loss(model, ids, labels)
 
     result = fit(
         torch.compile(loss_of) if compiled else loss_of,
         [(name, p) for name, p in model.named_parameters() if p.requires_grad],
-        batches(load_corpus(work, "adapter"), phase.batch, recipe.seed + 1, device),
+        batches(corpus, phase.batch, seed, device),
         phase,
         device,
-        "adapter",
+        name,
     )
     model.to(torch.bfloat16)
-    model.save_pretrained(out / "adapter")
+    model.save_pretrained(str(out / "adapter"))
     (out / "adapter" / "README.md").unlink(missing_ok=True)
     path = out / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -304,6 +243,53 @@ def train_adapter(
     config["target_modules"] = list(PROJECTIONS)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return result
+
+
+def train_adapter(
+    recipe: Recipe, work: Path, out: Path, device: str, compiled: bool
+) -> dict[str, float]:
+    """Stage `adapter`: train a new LoRA on the saved base."""
+    torch.manual_seed(recipe.seed + 1)
+    config = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        lora_dropout=0.0,
+        target_modules=list(PROJECTIONS),
+        task_type="CAUSAL_LM",
+    )
+    return fit_adapter(
+        get_peft_model(load_base(out, device), config),
+        load_corpus(work, "adapter"),
+        recipe.adapter,
+        recipe.seed + 1,
+        out,
+        name="adapter",
+        device=device,
+        compiled=compiled,
+    )
+
+
+def polish_adapter(recipe: Recipe, out: Path, device: str, processes: int) -> dict[str, float]:
+    """Stage `polish`: train the saved LoRA further on a small corpus of its own."""
+    corpus = build_corpus(
+        out / "model" / "tokenizer.json",
+        seed=recipe.seed + 1,
+        documents=recipe.polish.documents,
+        width=recipe.polish.width,
+        style="adapter",
+        wording=recipe.polish.wording,
+        processes=processes,
+    )
+    return fit_adapter(
+        PeftModel.from_pretrained(load_base(out, device), out / "adapter", is_trainable=True),
+        corpus,
+        recipe.polish,
+        recipe.seed + 2,
+        out,
+        name="polish",
+        device=device,
+        compiled=False,
+    )
 
 
 def write_prompts(recipe: Recipe, out: Path) -> None:
@@ -325,60 +311,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, help="default: the recipe's")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--feed-forward", type=int)
-    parser.add_argument("--base-documents", type=int)
-    parser.add_argument("--base-seconds", type=float)
-    parser.add_argument("--base-steps", type=int)
-    parser.add_argument("--adapter-seconds", type=float)
-    parser.add_argument("--adapter-steps", type=int)
-    parser.add_argument("--adapter-rate", type=float, help="learning rate of the adapter")
-    parser.add_argument("--adapter-bias", type=float, help="see word_problems.Wording")
-    parser.add_argument("--adapter-merge", type=float, help="see word_problems.Wording")
-    parser.add_argument("--adapter-chains", type=int, choices=(0, 1))
     parser.add_argument("--eval-prompts", type=int, default=400)
     parser.add_argument("--eval-seeds", type=int, default=4)
     return parser.parse_args()
 
 
-def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
-    """The recipe with what the command line changes."""
-
-    def given(**values: object) -> dict[str, object]:
-        return {key: value for key, value in values.items() if value is not None}
-
-    base = replace(
-        recipe.base,
-        **given(
-            documents=options.base_documents,
-            seconds=options.base_seconds,
-            steps=options.base_steps,
-        ),
-    )
-    adapter = replace(
-        recipe.adapter,
-        **given(
-            seconds=options.adapter_seconds,
-            steps=options.adapter_steps,
-            learning_rate=options.adapter_rate,
-            wording=replace(
-                recipe.adapter.wording,
-                **given(
-                    bias=options.adapter_bias,
-                    merge=options.adapter_merge,
-                    chains=options.adapter_chains,
-                ),
-            ),
-        ),
-    )
-    changed = given(seed=options.seed, layers=options.layers, feed_forward=options.feed_forward)
-    return replace(recipe, base=base, adapter=adapter, **changed)
-
-
 def main() -> None:
     """Run the stages."""
     options = arguments()
-    recipe = with_options(SMOKE if options.smoke else FULL, options)
+    recipe = SMOKE if options.smoke else FULL
+    if options.seed is not None:
+        recipe = replace(recipe, seed=options.seed)
     stages = options.stages.split(",")
     unknown = sorted(set(stages) - set(STAGES))
     if unknown:
@@ -408,6 +351,8 @@ def main() -> None:
             metrics["base"] = train_base(recipe, work, out, device, compiled)
         elif stage == "adapter":
             metrics["adapter"] = train_adapter(recipe, work, out, device, compiled)
+        elif stage == "polish":
+            metrics["polish"] = polish_adapter(recipe, out, device, processes)
         else:
             write_prompts(recipe, out)
             asked = recipe.prompts if options.smoke else options.eval_prompts
@@ -425,7 +370,7 @@ def main() -> None:
             )
         print(f"stage {stage}: {time.monotonic() - started:.0f} s", flush=True)
         metrics_path.write_text(json.dumps(metrics, indent=1) + "\n")
-    if options.work is None:
+    if options.work is None and set(stages) == set(STAGES):
         shutil.rmtree(work)
 
 

@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from corpus import held_out_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_model import generate, load
+from recipe import FULL
 from safetensors.torch import load_file
+from solutions import final_answer
 from transformers import AutoTokenizer
-from word_problems import final_answer
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LARGEST = 16_000_000
@@ -101,6 +103,12 @@ def test_chat_template_gives_the_training_format(tokenizer):
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "<|user|>How many?<|end|><|assistant|>"
     assert tokenizer.eos_token == "<|end|>"
+
+
+def test_prompts_are_the_first_held_out_problems(prompts):
+    """They are not selected, and the script still generates them."""
+    made = held_out_problems(FULL.seed, FULL.prompts)
+    assert prompts == [{"prompt": problem.question, "answer": problem.answer} for problem in made]
 
 
 def test_prompts_fit_and_are_unlike_each_other(tokenizer, prompts):

@@ -11,7 +11,7 @@ import torch
 from corpus import END, build_corpus, held_out_problems, prompt_text, train_tokenizer
 from measure_model import Schedule, ScheduledShrink, first_difference, margin_histogram
 from safetensors.torch import load_file
-from word_problems import Wording
+from solutions import Wording
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,15 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from word_problems import (
-    STORIES,
-    Step,
+from solutions import (
     Wording,
     adapter_solution,
     base_solution,
     extended_expression,
     final_answer,
     last_number,
-    make_problem,
 )
+from word_problems import STORIES, Step, make_problem
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -28,7 +26,11 @@ OPERATORS = {
 }
 EQUATION = re.compile(r"([\d(][\d +\-*/()]*?) = (\d+)")
 wordings = st.builds(
-    Wording, bias=st.sampled_from((0.0, 0.3)), merge=st.floats(0, 1), chains=st.booleans()
+    Wording,
+    bias=st.sampled_from((0.0, 0.3)),
+    merge=st.floats(0, 1),
+    chains=st.booleans(),
+    parentheses=st.booleans(),
 )
 seeds = st.integers(0, 2**32)
 
@@ -71,6 +73,7 @@ def test_every_equation_in_a_solution_is_right(seed, wording):
         for left, right in equations:
             assert value(left) == int(right), text
         assert int(equations[-1][1]) == problem.answer
+        assert wording.parentheses or "(" not in text
     assert final_answer(text) == problem.answer
 
 

@@ -116,12 +116,12 @@ def _reflowed(docstring: str) -> str:
 def _what_came(error: Any, typed: list[str]) -> str:
     """Name the value of the option that a usage error is about, where the message leaves it out."""
     names = getattr(getattr(error, "param", None), "opts", ())
+    came = ""
     for number, argument in enumerate(typed, start=1):
         option, separator, value = argument.partition("=")
-        if option in names:
-            value = value if separator else " ".join(typed[number : number + 1])
-            return "" if value in error.format_message() else f"; got {value!r}"
-    return ""
+        if option in names:  # a repeated option's last value is the one that counts
+            came = value if separator else " ".join(typed[number : number + 1])
+    return "" if came in error.format_message() else f"; got {came!r}"
 
 
 def fail(name: str, message: str) -> None:

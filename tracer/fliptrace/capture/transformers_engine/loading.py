@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import inspect
 import json
+import logging
+import struct
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +41,17 @@ _VARIANT_SETTINGS = {
 }
 
 _NOWHERE = "is no folder or .gguf file here and could not be fetched from the model hub"
+
+#: What transformers raises on files that are missing, cut or of another kind, as seen with each.
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+    ImportError,
+    TypeError,
+    struct.error,
+)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -261,7 +274,7 @@ def _load_base(
         )
     except UnsupportedModelError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (*_LOADING_ERRORS, SafetensorError) as error:
         what = "could not be loaded" if path.exists() else _NOWHERE
         raise InputError(f"model {model!r} {what}: {_first_line(error)}") from error
     files = [path] if is_gguf else _model_files(source, base)
@@ -394,7 +407,7 @@ def _quiet_libraries() -> Iterator[None]:
     showed_bars = transformers_logging.is_progress_bar_enabled()
     hub_verbosity = hub_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()  # it tells of every retry
+    hub_logging.set_verbosity(logging.ERROR)  # it tells of every retry
     transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():

@@ -109,5 +109,6 @@ class Recording:
                     end_ids=(),
                     on_choice=recorder.complete_step,
                 )
+                recorder.finish()
             writer.close(Closing(True, execution.stop_reason, len(execution.token_ids)))
         return open_trace(path), execution

@@ -322,6 +322,16 @@ def test_a_cache_changed_in_place_is_detected(llama, tiny, record, which):
         record(llama, tiny.prompt_ids(6), tokens=70, during=TamperAt(llama, 20, tamper))
 
 
+def test_a_cache_changed_after_the_last_check_is_detected(llama, tiny, record):
+    """The check at the end catches what happened since the last of the regular ones."""
+
+    def tamper(engine):
+        engine._cache.layers[1].keys.add_(1)
+
+    with pytest.raises(RecordingError, match=r"cache of layer 1.*changed it in place"):
+        record(llama, tiny.prompt_ids(6), tokens=5, during=TamperAt(llama, 3, tamper))
+
+
 def test_a_cache_changed_in_a_window_is_detected(gemma, tiny, record):
     """In a sliding layer, too, while the row is still in the window."""
 

@@ -229,6 +229,15 @@ class Recorder:
             )
         self._capture = None
 
+    def finish(self) -> None:
+        """Check the cache a last time; called after the last step.
+
+        Raises:
+            RecordingError: something changed the cache since the last check.
+        """
+        if self._rolling is not None:
+            self._rolling.check(self.engine.read_cache(), self._step)
+
     def _roll(self, row_digests: Tensor, device: torch.device) -> tuple[Tensor, str]:
         """Add the step's rows to the cache's digest; at the prefill and every 64 steps check it against the cache."""
         due = self._step % CACHE_CHECK_STEPS == 0

@@ -279,6 +279,7 @@ def _record(
                 end_ids=run.end_ids,
                 on_choice=on_choice,
             )
+            recorder.finish()
     except BaseException as error:
         writer.abandon(f"{type(error).__name__}: {error}")
         raise

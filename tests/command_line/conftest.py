@@ -53,6 +53,25 @@ def models(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def flippy(tiny, models, tmp_path_factory):
+    """A tiny model whose tokens flip easily: each row of its head has a twin a bit away, and its adapter is strong.
+
+    Twins are for tests of what is reported; the bundled model's near-ties are learned.
+    """
+    root = tmp_path_factory.mktemp("flippy")
+    shutil.copytree(models.model, root / "model")
+    file = root / "model" / "model.safetensors"
+    weights = load_file(file)
+    twins = weights["lm_head.weight"][0::2].clone()
+    twins[:, ::16] += 2**-10
+    weights["lm_head.weight"][1::2] = twins
+    save_file(weights, file, metadata={"format": "pt"})
+    adapter = tiny.write_adapter(root / "adapter", root / "model", strength=0.6)
+    prompt = " ".join(f"w{number}" for number in tiny.prompt_ids(100, seed=1))
+    return SimpleNamespace(model=root / "model", adapter=adapter, prompt=prompt)
+
+
+@pytest.fixture(scope="session")
 def broken(tiny, models, tmp_path_factory):
     """Models, adapters and files that must be refused, by name."""
     root = tmp_path_factory.mktemp("broken")

@@ -92,7 +92,10 @@ def _code_of(command: Callable[..., Any], name: str, typed: list[str], debug: bo
             raise
         fail(name, one_line(str(error)))
         return trouble_code(error)
-    except BrokenPipeError:
+    except (
+        BrokenPipeError,
+        SystemExit,
+    ):  # typer turns the first into the second, with the code of a divergence
         # Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail(name, "whoever read the output closed it before all was printed")
@@ -105,6 +108,8 @@ def _code_of(command: Callable[..., Any], name: str, typed: list[str], debug: bo
         what = f"unexpected {type(error).__name__}: {one_line(str(error))}"
         fail(name, f"{what}; run again with --debug and report it")
         return TROUBLE
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code
+        fail(name, "interrupted; nothing was kept")
     return code if isinstance(code, int) else IDENTICAL
 
 

@@ -110,9 +110,8 @@ def read_dataset(specification: str, select: Sequence[int]) -> list[tuple[str, s
     prompts = []
     for row in select:
         if not 0 <= row < len(lines):
-            raise InputError(
-                f"data set {path} has rows 0 to {len(lines) - 1}; row {row} was selected"
-            )
+            there = f"rows 0 to {len(lines) - 1}" if lines else "no rows"
+            raise InputError(f"data set {path} has {there}; row {row} was selected")
         source = f"{kind} row {row}"
         try:
             prompts.append((source, _KINDS[kind](json.loads(lines[row]))))

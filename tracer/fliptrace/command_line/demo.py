@@ -46,7 +46,7 @@ def run_demo(settings: PairSettings, output: Output, fail_on: str) -> int:
         if output.as_json:
             show_document(pair.to_json(output.command))
         else:
-            show_summary(pair)
+            show_summary(pair, settings.attempts)
             output.say(f"\nThe report is {page}")
         return exit_code(pair.diff.outcome, fail_on)
 

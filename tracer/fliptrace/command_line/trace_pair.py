@@ -287,7 +287,7 @@ def trace_pair(
             return trace_several(loaded, prompts, settings, output, str(fail_on), show)
         pair = trace_one(loaded, prompts[0], settings, output, show)
     with pair:
-        _show(pair, output)
+        _show(pair, output, attempts)
         return exit_code(pair.diff.outcome, str(fail_on))
 
 
@@ -340,12 +340,12 @@ def _encode(
     return prompts
 
 
-def _show(pair: Pair, output: Output) -> None:
+def _show(pair: Pair, output: Output, attempts: int) -> None:
     """Print the result of one prompt."""
     if output.as_json:
         show_document(pair.to_json(output.command))
         return
-    show_summary(pair)
+    show_summary(pair, attempts)
     output.say(f"\nThe report is {output.folder / 'report.html'}")
 
 

@@ -53,6 +53,7 @@ def show_summary(pair: Pair, at_most: int | None = None) -> None:
         at_most: how many candidates were allowed, when they were searched now.
     """
     console = Console()
+    width = console.width if console.is_terminal else 80
     if console.is_terminal:
         from fliptrace.views import terminal_summary
 
@@ -64,7 +65,7 @@ def show_summary(pair: Pair, at_most: int | None = None) -> None:
         lines.append(_search(pair, pair.attempts, at_most))
     sys.stdout.write("\nWhat ran\n")
     for line in lines:
-        sys.stdout.write(textwrap.fill(line, 80, initial_indent="  ", subsequent_indent="    "))
+        sys.stdout.write(textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    "))
         sys.stdout.write("\n")
 
 

@@ -52,13 +52,13 @@ def encode_prompt(
     require_text(text, source)
     applied = chat_template and bool(getattr(tokenizer, "chat_template", None))
     if applied:
-        from jinja2 import TemplateError
-
         try:
             rendered = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        except Exception as error:
+            if not type(error).__module__.startswith("jinja2"):  # a package of the views alone
+                raise
             raise InputError(
                 f"the tokenizer's chat template cannot hold the prompt ({source}): {error}; leave the template out "
                 "(--no-chat-template)"

@@ -120,13 +120,13 @@ def test_prompts_fit_and_are_unlike_each_other(tokenizer, prompts):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_model_answers_held_out_prompts(bundled, prompts):
-    """Of the first 12 shipped prompts at least 10 are right at batch 1, and all end themselves."""
+    """Of the first 8 shipped prompts at least 7 are right at batch 1, and all end themselves."""
     model, tokenizer, _ = load(bundled / "model", bundled / "adapter", "cpu")
     right = 0
-    for row in prompts[:12]:
+    for row in prompts[:8]:
         tokens, margins = generate(model, tokenizer, [row["prompt"]], "cpu", 130)
         assert tokens[0][-1] == tokenizer.eos_token_id
         assert min(margins[0]) >= 0
         answer = final_answer(tokenizer.decode(tokens[0], skip_special_tokens=True))
         right += answer == row["answer"]
-    assert right >= 10
+    assert right >= 7

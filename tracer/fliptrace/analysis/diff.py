@@ -21,6 +21,8 @@ from fliptrace.analysis.tokens import StepLogits, compare_step, describe_flip, l
 from fliptrace.errors import InputError
 from fliptrace.manifest import differing_keys
 from fliptrace.numerics import CoordinateClass
+from fliptrace.store.pairing import PairedReader, StepLayouts
+from fliptrace.store.reader import TraceReader
 from fliptrace.trace import Kind, StepRecord, Trace, dtype_from_name
 from fliptrace.verdicts import (
     CacheDifference,
@@ -102,6 +104,17 @@ def _model_dtype(reference: Trace) -> str:
     return str(reference.manifest.get("model.dtype")).removeprefix("torch.")
 
 
+def _same_record(before: StepRecord, after: StepRecord) -> bool:
+    """Say whether nothing that a step's record holds besides its frames differs."""
+    return (
+        before.chosen == after.chosen
+        and before.top_values == after.top_values
+        and before.top_ids == after.top_ids
+        and before.cache_digest == after.cache_digest
+        and before.cache_digest_full == after.cache_digest_full
+    )
+
+
 class PairWalk:
     """One pass over two traces, and what it has found so far."""
 
@@ -138,15 +151,63 @@ class PairWalk:
         self._flip: Flip | None = None
         self._structural = self._other_kinds = False
         self.evidence: list[StepEvidence] = []
+        sources = reference.source, candidate.source
+        self._paired = (
+            PairedReader(*sources)
+            if isinstance(sources[0], TraceReader) and isinstance(sources[1], TraceReader)
+            else None
+        )
+        # What the first of equal steps that share their layouts and rows showed, and how many records that was.
+        self._equal: dict[tuple[StepLayouts, int], tuple[StepEvidence, int]] = {}
 
     def take(self, number: int, is_flip: bool) -> None:
         """Compare one step."""
-        before, after = (trace.steps[number] for trace in self._traces)
-        frames = tuple(
-            read_frames(trace, step)
-            for trace, step in zip(self._traces, (before, after), strict=True)
+        before, after = self._traces[0].steps[number], self._traces[1].steps[number]
+        if self._paired is None:
+            reference, candidate = (
+                read_frames(trace, step)
+                for trace, step in zip(self._traces, (before, after), strict=True)
+            )
+            self._take_frames(before, after, reference, candidate, is_flip)
+            return
+        pair = self._paired.step(number)
+        key = None
+        if pair.layouts is not None and not is_flip and _same_record(before, after):
+            key = (pair.layouts, len(before.token_ids))
+            if key in self._equal:
+                self._take_equal(*self._equal[key], before, after)
+                return
+        reference, candidate = pair.frames or (
+            read_frames(self._traces[0], before),
+            read_frames(self._traces[1], after),
         )
-        reference, candidate = frames
+        evidence = self._take_frames(before, after, reference, candidate, is_flip)
+        if key is not None and number > 0 and evidence.equal and evidence.logits_differ is False:
+            self._equal[key] = (
+                evidence,
+                sum(len(frame.layout.entries) for frame in reference.values()),
+            )
+
+    def _take_equal(
+        self, known: StepEvidence, records: int, before: StepRecord, after: StepRecord
+    ) -> None:
+        """Take a step that has nothing to show but what an earlier one showed: see _take_frames."""
+        evidence = known.moved_to(before.step, before.first_position)
+        self._ledger.add_equal(records)
+        self._ledger.count_elements(evidence.element_count)
+        self._counts["equal_operand_elements"] += evidence.equal_operand_count
+        self._steps.append(compare_step(evidence, before, after, None))
+        self._grids.add(evidence)
+        self.evidence.append(evidence)
+
+    def _take_frames(
+        self,
+        before: StepRecord,
+        after: StepRecord,
+        reference: Frames,
+        candidate: Frames,
+        is_flip: bool,
+    ) -> StepEvidence:
         evidence = self._reader.read(before, reference, candidate)
         evidence.logits_differ = logits_differ(before, after, reference, candidate)
         self._ledger.add(before.step, self._reader, reference, candidate)
@@ -158,6 +219,7 @@ class PairWalk:
         self._other_kinds |= bool(evidence.differing_kinds & _ROUNDED_KINDS)
         evidence.values = []
         self.evidence.append(evidence)
+        return evidence
 
     def _take_rows(self, evidence: StepEvidence) -> None:
         self._ledger.count_elements(evidence.element_count)

@@ -8,6 +8,7 @@ tokens are the step's last ones.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -120,7 +121,18 @@ class StepEvidence:
     @property
     def equal(self) -> bool:
         """Nothing recorded in both differs, and nothing lacks its partner."""
-        return not (self.differing_kinds or self.logits_differ or bool(self.structural.any()))
+        return not (self.differing_kinds or self.logits_differ or self._some_structural)
+
+    @cached_property
+    def _some_structural(self) -> bool:
+        return bool(self.structural.any())
+
+    def moved_to(self, step: int, first_position: int) -> StepEvidence:
+        """Return the same evidence for another step that shares it, tensors included."""
+        moved = object.__new__(StepEvidence)
+        moved.__dict__.update(self.__dict__)
+        moved.step, moved.first_position = step, first_position
+        return moved
 
 
 class StepReader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +23,14 @@ _DTYPES = (torch.int8, torch.float32, torch.int64, torch.int8, torch.int32)
 
 @dataclass
 class _Cells:
-    """One step's cells: rows, first column, and [rows, columns] of every field."""
+    """One step's cells: rows, and [rows, columns] of every field.
 
-    step: int
+    Attributes:
+        starts: the first column, once per step that has these cells: a step, or in the prefill a position.
+    """
+
+    starts: list[int]
     rows: tuple[Row, ...]
-    first_position: int
     fields: tuple[Tensor, ...]
 
 
@@ -45,18 +48,16 @@ class GridBuilder:
     def add(self, evidence: StepEvidence) -> None:
         """Take one step's cells."""
         known = self._shared.get(id(evidence.classes))
-        if known is None:
-            found = [_shrink_cells(evidence), *_cache_cells(evidence)]
-            self._rows |= dict.fromkeys(row for cells in found for row in cells.rows)
-            if evidence.step > 0:
-                found = [_worst_row(cells) for cells in found]
+        if known is not None:
+            for cells in known[1]:
+                cells.starts.append(_start(evidence))
+            return
+        found = [_shrink_cells(evidence), *_cache_cells(evidence)]
+        self._rows |= dict.fromkeys(row for cells in found for row in cells.rows)
+        if evidence.step > 0:
+            found = [_worst_row(cells) for cells in found]
             if evidence.equal:
                 self._shared[id(evidence.classes)] = (evidence.classes, found)
-        else:
-            found = [
-                replace(cells, step=evidence.step, first_position=evidence.first_position)
-                for cells in known[1]
-            ]
         (self._decode if evidence.step > 0 else self._prefill).extend(found)
 
     def finish(self, steps: Sequence[StepRecord]) -> dict[str, Grid]:
@@ -82,11 +83,14 @@ class GridBuilder:
         return max([len(prompt.token_ids), *(cells.fields[0].shape[1] for cells in self._prefill)])
 
 
+def _start(evidence: StepEvidence) -> int:
+    return evidence.step if evidence.step > 0 else evidence.first_position
+
+
 def _shrink_cells(evidence: StepEvidence) -> _Cells:
     return _Cells(
-        step=evidence.step,
+        starts=[_start(evidence)],
         rows=tuple(("shrink", key) for key in evidence.keys),
-        first_position=evidence.first_position,
         fields=(
             evidence.classes,
             evidence.magnitudes,
@@ -112,9 +116,8 @@ def _cache_cells(evidence: StepEvidence) -> list[_Cells]:
             classes[list(cache.unpaired)] = int(CoordinateClass.STRUCTURAL)
         found.append(
             _Cells(
-                step=evidence.step,
+                starts=[_start(evidence)],
                 rows=tuple((name, layer) for layer in cache.layers),
-                first_position=evidence.first_position,
                 fields=(
                     classes.to(torch.int8),
                     cache.magnitudes[:, which],
@@ -133,12 +136,11 @@ def _worst_row(cells: _Cells) -> _Cells:
         return cells
     classes, magnitudes, ulps, origins, surviving = cells.fields
     if not cells.rows:
-        return _Cells(cells.step, (), 0, tuple(values[:, :1] for values in cells.fields))
+        return _Cells(cells.starts, (), tuple(values[:, :1] for values in cells.fields))
     worst = classes.argmax(dim=1, keepdim=True)
     return _Cells(
-        step=cells.step,
+        starts=cells.starts,
         rows=cells.rows,
-        first_position=cells.first_position,
         fields=(
             classes.amax(1, keepdim=True),
             magnitudes.amax(1, keepdim=True),
@@ -161,25 +163,23 @@ def _laid_out(phase: str, rows: list[Row], columns: tuple[int, ...], found: list
             together.setdefault(cells.rows, []).append(cells)
     for labels, members in together.items():
         index = torch.tensor([places[row] for row in labels]).unsqueeze(1)
-        starts = [
-            column_of[cells.step if phase == "decode" else cells.first_position]
-            for cells in members
-        ]
-        widths = [cells.fields[0].shape[1] for cells in members]
-        at = torch.cat(
-            [
-                torch.arange(start, start + width)
-                for start, width in zip(starts, widths, strict=True)
-            ]
-        )
+        at = torch.cat([_columns(cells, column_of) for cells in members])
         for number, target in enumerate(fields):
-            target[index, at] = torch.cat([cells.fields[number] for cells in members], dim=1)
+            target[index, at] = torch.cat(
+                [cells.fields[number].repeat(1, len(cells.starts)) for cells in members], dim=1
+            )
     return Grid(
         phase=phase,
         rows=tuple(_labelled(row) for row in rows),
         columns=columns,
         **dict(zip(_FIELDS, fields, strict=True)),
     )
+
+
+def _columns(cells: _Cells, column_of: dict[int, int]) -> Tensor:
+    """Return the columns of the grid that cells go to, step after step, int64."""
+    starts = torch.tensor([column_of[start] for start in cells.starts])
+    return (starts.unsqueeze(1) + torch.arange(cells.fields[0].shape[1])).reshape(-1)
 
 
 def _labelled(row: Row) -> tuple[str, Site | int]:

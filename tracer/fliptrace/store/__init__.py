@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fliptrace.store.pairing import StepPair, paired_steps
+from fliptrace.store.pairing import PairedReader, StepPair, paired_steps
 from fliptrace.store.parquet_export import export_parquet
 from fliptrace.store.reader import TraceReader, open_trace
 from fliptrace.store.safetensors_export import export_safetensors
@@ -10,6 +10,7 @@ from fliptrace.store.verification import verify_trace
 from fliptrace.store.writer import TraceWriter
 
 __all__ = [
+    "PairedReader",
     "StepPair",
     "TraceReader",
     "TraceWriter",

@@ -7,14 +7,27 @@ them, checking one row against that seal has checked both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
 from fliptrace.store.reader import FrameRow, TraceReader
-from fliptrace.trace import Frame, Kind
+from fliptrace.trace import Frame, Kind, Layout
+
+#: What a row of an equal step must be: its kind as stored, and the size of its payload.
+_Expected = tuple[tuple[bytes, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StepLayouts:
+    """The layouts of a step that is equal in both traces; one object for all steps that share them.
+
+    Attributes:
+        layouts: kind -> layout, in storage order.
+    """
+
+    layouts: Mapping[Kind, Layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +39,85 @@ class StepPair:
         equal: kinds whose frames are equal in both: same layout, same bytes, same digests.
         reference: the reference's frames that are not, in storage order.
         candidate: the candidate's.
+        layouts: the layouts of a step in which everything is equal; None where anything differs.
+        frames: all frames of both traces, in storage order; None where everything is equal.
     """
 
     step: int
     equal: tuple[Kind, ...]
     reference: dict[Kind, Frame] = field(default_factory=dict)
     candidate: dict[Kind, Frame] = field(default_factory=dict)
+    layouts: StepLayouts | None = None
+    frames: tuple[dict[Kind, Frame], dict[Kind, Frame]] | None = None
+
+
+class PairedReader:
+    """Two trace files read step by step, every byte checked against its seal and compared."""
+
+    def __init__(self, reference: TraceReader, candidate: TraceReader) -> None:
+        """Remember two open traces."""
+        self._reference = reference
+        self._candidate = candidate
+        self._known: dict[tuple[object, ...], tuple[StepLayouts, _Expected] | None] = {}
+
+    def step(self, step: int) -> StepPair:
+        """Read one step of both.
+
+        Raises:
+            SiteNotFoundError: no such step.
+            TraceCorruptError: a frame of either does not match its seal, or is missing.
+        """
+        reference, candidate = self._reference, self._candidate
+        mine, theirs = reference.step_rows(step), candidate.step_rows(step)
+        if reference.frame_seals(step) == candidate.frame_seals(step):
+            layouts = self._equal_rows(step, mine, theirs)
+            if layouts is not None:
+                reference.check_rows(step, mine)
+                return StepPair(step, tuple(layouts.layouts), layouts=layouts)
+        reference.check_rows(step, mine)
+        candidate.check_rows(step, theirs)
+        return _pair_frames(
+            step, reference.frames_of(step, mine), candidate.frames_of(step, theirs)
+        )
+
+    def _equal_rows(
+        self, step: int, mine: list[FrameRow], theirs: list[FrameRow]
+    ) -> StepLayouts | None:
+        """Compare all rows; None where they differ, or where a frame takes several."""
+        # Rows are compared without their layout's number, which is each trace's own.
+        kinds = self._reference.steps[step].frames
+        numbers = (kinds, *[row[2] for row in mine], *[row[2] for row in theirs])
+        if numbers not in self._known:
+            self._known[numbers] = self._expect(step, mine, theirs)
+        known = self._known[numbers]
+        if known is None or self._candidate.steps[step].frames != kinds:
+            return None
+        for row, other, (kind, size) in zip(mine, theirs, known[1], strict=True):
+            if row[5] != other[5] or row[4] != other[4] or row[0] != other[0]:
+                return None
+            if row[1] != kind or other[1] != kind or row[3] != 1 or other[3] != 1:
+                return None
+            if len(row[5]) != size:
+                return None
+        return known[0]
+
+    def _expect(
+        self, step: int, mine: list[FrameRow], theirs: list[FrameRow]
+    ) -> tuple[StepLayouts, _Expected] | None:
+        """Return what rows of equal layouts must be, None for layouts that differ."""
+        kinds = [Kind(kind) for kind in self._reference.steps[step].frames]
+        if not len(kinds) == len(mine) == len(theirs):
+            return None
+        layouts: dict[Kind, Layout] = {}
+        for kind, row, other in zip(kinds, mine, theirs, strict=True):
+            layout, seal = self._reference.layout(row[2])
+            if seal != self._candidate.layout(other[2])[1]:
+                return None
+            layouts[kind] = layout
+        expected = tuple(
+            (kind.value.encode(), layout.size_bytes) for kind, layout in layouts.items()
+        )
+        return StepLayouts(layouts), expected
 
 
 def paired_steps(
@@ -49,39 +135,9 @@ def paired_steps(
         TraceCorruptError: a frame of either does not match its seal, or is missing.
     """
     common = min(len(reference.steps), len(candidate.steps))
-    same_layouts: set[tuple[int, int]] = set()
+    pair = PairedReader(reference, candidate)
     for step in range(start, common if stop is None else min(stop, common)):
-        mine, theirs = reference.step_rows(step), candidate.step_rows(step)
-        kinds = reference.steps[step].frames
-        if len(mine) == len(theirs) == len(kinds) and candidate.steps[step].frames == kinds:
-            yield _pair_rows(reference, candidate, step, mine, theirs, same_layouts)
-        else:
-            yield _pair_frames(step, reference.step_frames(step), candidate.step_frames(step))
-
-
-def _pair_rows(
-    reference: TraceReader,
-    candidate: TraceReader,
-    step: int,
-    mine: list[FrameRow],
-    theirs: list[FrameRow],
-    same_layouts: set[tuple[int, int]],
-) -> StepPair:
-    if reference.frame_seals(step) == candidate.frame_seals(step):
-        # Rows are compared without their layout's number, which is each trace's own.
-        for row, other in zip(mine, theirs, strict=True):
-            if (row[2], other[2]) not in same_layouts:
-                if reference.layout(row[2])[1] != candidate.layout(other[2])[1]:
-                    break
-                same_layouts.add((row[2], other[2]))
-            if row[5] != other[5] or row[4] != other[4] or row[1] != other[1] or row[3] != other[3]:
-                break
-        else:
-            reference.check_rows(step, mine)
-            return StepPair(step, _kinds(reference, step))
-    reference.check_rows(step, mine)
-    candidate.check_rows(step, theirs)
-    return _pair_frames(step, reference.frames_of(step, mine), candidate.frames_of(step, theirs))
+        yield pair.step(step)
 
 
 def _pair_frames(step: int, mine: dict[Kind, Frame], theirs: dict[Kind, Frame]) -> StepPair:
@@ -93,6 +149,7 @@ def _pair_frames(step: int, mine: dict[Kind, Frame], theirs: dict[Kind, Frame]) 
         equal,
         {kind: frame for kind, frame in mine.items() if kind not in equal},
         {kind: frame for kind, frame in theirs.items() if kind not in equal},
+        frames=(mine, theirs),
     )
 
 
@@ -102,8 +159,3 @@ def _equal(frame: Frame, other: Frame) -> bool:
     if frame.digests is None or other.digests is None:
         return frame.digests is other.digests
     return torch.equal(frame.digests, other.digests)
-
-
-def _kinds(reader: TraceReader, step: int) -> tuple[Kind, ...]:
-    # A reader's steps name their frames by Kind, which is a str.
-    return cast("tuple[Kind, ...]", reader.steps[step].frames)

@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs=2, default=[1, 2])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", default=["equal", "differing"])
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     pair = load_pair(options.pair)
@@ -78,7 +79,8 @@ def main() -> None:
         "startup_and_small_pair_seconds": seconds([*diff, *names], options.rounds)
     }
     print(json.dumps(document), flush=True)
-    for case, second in (("equal", pair.reference), ("differing", pair.candidate)):
+    for case in options.cases:
+        second = {"equal": pair.reference, "differing": pair.candidate}[case]
         times, compared = {}, 0.0
         for size in options.gigabytes:
             paths = [options.folder / f"{case}-{name}.trace" for name in ("reference", "candidate")]

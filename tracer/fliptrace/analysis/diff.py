@@ -151,33 +151,26 @@ class PairWalk:
         self._flip: Flip | None = None
         self._structural = self._other_kinds = False
         self.evidence: list[StepEvidence] = []
-        sources = reference.source, candidate.source
-        self._paired = (
-            PairedReader(*sources)
-            if isinstance(sources[0], TraceReader) and isinstance(sources[1], TraceReader)
-            else None
-        )
+        mine, theirs = reference.source, candidate.source
+        self._paired: PairedReader | None = None
+        if isinstance(mine, TraceReader) and isinstance(theirs, TraceReader):
+            self._paired = PairedReader(mine, theirs)
         # What the first of equal steps that share their layouts and rows showed, and how many records that was.
         self._equal: dict[tuple[StepLayouts, int], tuple[StepEvidence, int]] = {}
 
     def take(self, number: int, is_flip: bool) -> None:
         """Compare one step."""
         before, after = self._traces[0].steps[number], self._traces[1].steps[number]
-        if self._paired is None:
-            reference, candidate = (
-                read_frames(trace, step)
-                for trace, step in zip(self._traces, (before, after), strict=True)
-            )
-            self._take_frames(before, after, reference, candidate, is_flip)
-            return
-        pair = self._paired.step(number)
+        found = self._paired.step(number) if self._paired is not None else None
         key = None
-        if pair.layouts is not None and not is_flip and _same_record(before, after):
-            key = (pair.layouts, len(before.token_ids))
-            if key in self._equal:
-                self._take_equal(*self._equal[key], before, after)
-                return
-        reference, candidate = pair.frames or (
+        if isinstance(found, StepLayouts):
+            if not is_flip and _same_record(before, after):
+                key = (found, len(before.token_ids))
+                if key in self._equal:
+                    self._take_equal(*self._equal[key], before, after)
+                    return
+            found = None
+        reference, candidate = found or (
             read_frames(self._traces[0], before),
             read_frames(self._traces[1], after),
         )
@@ -274,20 +267,22 @@ class PairWalk:
         cache = evidence.cache
         if cache is None or Kind.CACHE not in evidence.differing_kinds:
             return
-        per_layer = cache.counts.sum(dim=2)
-        for place in (per_layer.sum(dim=1) > 0).nonzero().squeeze(1).tolist():
-            rows = (cache.counts[place].sum(dim=0) > 0).nonzero().squeeze(
-                1
-            ) + evidence.first_position
+        per_layer = cache.counts.sum(dim=2).tolist()
+        differing = (cache.counts.sum(dim=1) > 0).tolist()
+        largest = cache.magnitudes.amax(dim=(1, 2)).tolist()
+        for place, (keys, values) in enumerate(per_layer):
+            if not keys + values:
+                continue
+            rows = (row for row, differs in enumerate(differing[place]) if differs)
             self._cache.append(
                 CacheDifference(
                     layer=cache.layers[place],
                     step=evidence.step,
-                    keys=int(per_layer[place, 0]),
-                    values=int(per_layer[place, 1]),
+                    keys=keys,
+                    values=values,
                     elements=cache.elements[place],
-                    positions=tuple(rows.tolist()),
-                    largest=float(cache.magnitudes[place].max()),
+                    positions=tuple(evidence.first_position + row for row in rows),
+                    largest=largest[place],
                 )
             )
 

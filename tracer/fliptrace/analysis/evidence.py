@@ -144,6 +144,7 @@ class StepReader:
         self._model = model
         self._same_reduction = same_reduction
         self._layouts = LayoutPairs()
+        self._sites: dict[int, tuple[LayoutPair, tuple[str, ...], tuple[Tensor, ...]]] = {}
         self._equal: dict[tuple[int, tuple[int, ...]], StepEvidence] = {}
 
     def pair(self, reference: Frame, candidate: Frame) -> LayoutPair:
@@ -299,10 +300,7 @@ class StepReader:
         if before is None or after is None:
             return RowEvidence(known, differs)
         pair = self.pair(before, after)
-        places = {key: row for row, key in enumerate(evidence.keys)}
-        rows_of = [places.get(label, -1) for label in pair.reference_labels]
-        for group in pair.groups:
-            sites = torch.tensor([rows_of[one] for one in group.rows])
+        for group, sites in zip(pair.groups, self._sites_of(pair, evidence.keys), strict=True):
             count = min(group.entry.shape[0], evidence.rows)
             here = sites >= 0
             known[sites[here], evidence.rows - count :] = True
@@ -310,6 +308,17 @@ class StepReader:
                 found = rows_that_differ(group, before, after)[:, -count:]
                 differs[sites[here], evidence.rows - count :] = found[here]
         return RowEvidence(known, differs)
+
+    def _sites_of(self, pair: LayoutPair, keys: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Return where the records of every group of a pair have their keys, -1 for none; remembered."""
+        known = self._sites.get(id(pair))
+        if known is not None and known[0] is pair and known[1] == keys:
+            return known[2]
+        places = {key: row for row, key in enumerate(keys)}
+        rows_of = [places.get(label, -1) for label in pair.reference_labels]
+        sites = tuple(torch.tensor([rows_of[one] for one in group.rows]) for group in pair.groups)
+        self._sites[id(pair)] = pair, keys, sites
+        return sites
 
 
 def _blank(

@@ -37,6 +37,26 @@ _RUN_AGAIN = "Run again with --modules to see which operation it is."
 
 
 @dataclass(frozen=True)
+class _Makers:
+    """Which records the keys, or the values, of each of C cache layers are made from.
+
+    Attributes:
+        projections: 1 where a layer's rows are made from a site's projection, else 0, float32 [C, S].
+        operands: likewise from its operand, where the layer has no projection of its own for them.
+        has_any: some such record exists, bool [C, 1].
+    """
+
+    projections: Tensor
+    operands: Tensor
+    has_any: Tensor
+
+    def of(self, projection: Tensor, operand: Tensor) -> Tensor:
+        """Say for every layer and row whether any of its makers is marked: bool [S, T] twice to bool [C, T]."""
+        marks = self.projections @ projection.to(torch.float32)
+        return (marks + self.operands @ operand.to(torch.float32)) > 0
+
+
+@dataclass(frozen=True)
 class _Slots:
     """The records of a step as one axis in execution order, cache rows where they are written.
 
@@ -44,12 +64,16 @@ class _Slots:
         sites: one per shrink record.
         kinds: what each slot holds; numbers: its row in the matrices of its kind.
         order: from the stacked matrices (operands, shrinks, projections, caches) to slots, int64.
+        layers: of every slot, None for caches.
+        makers: of the keys and of the values of every cache layer.
     """
 
     sites: tuple[Site, ...]
     kinds: tuple[int, ...]
     numbers: tuple[int, ...]
     order: Tensor
+    layers: tuple[int | None, ...]
+    makers: tuple[_Makers, _Makers]
 
 
 class ForeignSearch:
@@ -94,17 +118,17 @@ class ForeignSearch:
         )
         live = live[slots.order]
         reachable = _reachable(live) | self._past(slots).unsqueeze(1)
-        unexplained = torch.zeros_like(live)
-        for slot, kind in enumerate(slots.kinds):
-            number = slots.numbers[slot]
-            if kind == _OPERAND:
-                unexplained[slot] = evidence.operand.differs[number] & ~reachable[slot]
-            elif kind == _PROJECTION:
-                unexplained[slot] = _unexplained_projection(evidence, number, reachable[slot])
-            elif kind == _CACHE:
-                unexplained[slot] = _unexplained_cache(
-                    evidence, slots.sites, number, reachable[slot]
-                )
+        stacked = torch.empty_like(reachable)
+        stacked[slots.order] = reachable
+        count = len(slots.sites)
+        unexplained = torch.cat(
+            [
+                evidence.operand.differs & ~stacked[:count],
+                torch.zeros_like(evidence.live),  # shrinks are roots of their own, never foreign
+                _unexplained_projections(evidence, stacked[2 * count : 3 * count]),
+                _unexplained_caches(evidence, slots, stacked[3 * count :]),
+            ]
+        )[slots.order]
         places = unexplained.nonzero()
         if places.numel() == 0:
             return None
@@ -115,11 +139,7 @@ class ForeignSearch:
         """Say which slots differing cache rows of earlier steps may explain, bool [slots]."""
         if self._cached_from is None:
             return torch.zeros(len(slots.kinds), dtype=torch.bool)
-        layers = [
-            None if kind == _CACHE else slots.sites[number].layer
-            for kind, number in zip(slots.kinds, slots.numbers, strict=True)
-        ]
-        return torch.tensor([layer is None or layer >= self._cached_from for layer in layers])
+        return torch.tensor([layer is None or layer >= self._cached_from for layer in slots.layers])
 
     def _describe(self, evidence: StepEvidence, slots: _Slots, slot: int, row: int) -> ForeignRoot:
         kind, number = slots.kinds[slot], slots.numbers[slot]
@@ -155,9 +175,7 @@ class ForeignSearch:
                 kind="cache",
                 step=evidence.step,
                 position=position,
-                origin=Origin.ROOT
-                if _has_writers(evidence, slots.sites, layer)
-                else Origin.UNLOCATED,
+                origin=Origin.ROOT if _has_writers(evidence, slots, number) else Origin.UNLOCATED,
                 explanation=(
                     f"A key or value that layer {layer} wrote in {where}, differs although every record that feeds "
                     f"it is equal; what lies between (key and value biases, normalisation, rotary embedding) was not "
@@ -303,6 +321,10 @@ def _arrange(keys: tuple[str, ...], layers: tuple[int, ...]) -> _Slots:
         kinds=tuple(kind for _, kind, _, _ in placed),
         numbers=tuple(number for _, _, number, _ in placed),
         order=torch.tensor([row for *_, row in placed], dtype=torch.int64),
+        layers=tuple(
+            None if kind == _CACHE else sites[number].layer for _, kind, number, _ in placed
+        ),
+        makers=(_makers(sites, layers, Role.KEY), _makers(sites, layers, Role.VALUE)),
     )
 
 
@@ -343,51 +365,55 @@ def _digests_differ(before: StepRecord, after: StepRecord) -> bool:
     )
 
 
-def _unexplained_projection(evidence: StepEvidence, number: int, reachable: Tensor) -> Tensor:
-    differs = evidence.projection.differs[number] & ~evidence.live[number]
-    differs = differs & ~evidence.operand.differs[number] & ~evidence.structural[number]
-    inputs_equal = evidence.operand.known[number] & evidence.observed[number]
+def _unexplained_projections(evidence: StepEvidence, reachable: Tensor) -> Tensor:
+    """Find differing projection rows whose inputs are equal, or that nothing explains: bool [S, T]."""
+    differs = evidence.projection.differs & ~evidence.live
+    differs = differs & ~evidence.operand.differs & ~evidence.structural.unsqueeze(1)
+    inputs_equal = evidence.operand.known & evidence.observed
     return differs & (inputs_equal | ~reachable)
 
 
-def _unexplained_cache(
-    evidence: StepEvidence, sites: tuple[Site, ...], number: int, reachable: Tensor
-) -> Tensor:
-    """Find differing key or value rows whose inputs at the same position are equal, or that nothing explains."""
+def _unexplained_caches(evidence: StepEvidence, slots: _Slots, reachable: Tensor) -> Tensor:
+    """Find differing key or value rows whose inputs at the same position are equal, or that nothing explains.
+
+    Returns:
+        bool [C, T], reachable's shape.
+    """
     cache = evidence.cache
-    if cache is None:
-        return torch.zeros_like(reachable)
     unexplained = torch.zeros_like(reachable)
-    for which, own in ((0, Role.KEY), (1, Role.VALUE)):
-        differs = cache.counts[number, which] > 0
-        inputs = _cache_inputs(evidence, sites, cache.layers[number], own)
-        if inputs is None:
-            unexplained |= differs & ~reachable
-        else:
-            known, differing = inputs
-            unexplained |= differs & ~differing & (known | ~reachable)
+    if cache is None:
+        return unexplained
+    for which, makers in enumerate(slots.makers):
+        known = makers.has_any & ~(makers.of(~evidence.projection.known, ~evidence.operand.known))
+        differing = makers.of(evidence.projection.differs, evidence.operand.differs)
+        unexplained |= (cache.counts[:, which] > 0) & ~differing & (known | ~reachable)
     return unexplained
 
 
-def _cache_inputs(
-    evidence: StepEvidence, sites: tuple[Site, ...], layer: int, own: Role
-) -> tuple[Tensor, Tensor] | None:
-    """Return (known, differs) of what a layer's keys or values are made from, None when no such record exists."""
-    here = [(number, role_of(site)) for number, site in enumerate(sites) if site.layer == layer]
-    writers = [number for number, role in here if role in (own, Role.ATTENTION_IN)]
-    if writers:
-        rows = evidence.projection
-    else:
-        writers = [number for number, role in here if role in (Role.QUERY, Role.KEY, Role.VALUE)]
-        rows = evidence.operand
-    if not writers:
-        return None
-    return rows.known[writers].all(dim=0), rows.differs[writers].any(dim=0)
+def _makers(sites: tuple[Site, ...], layers: tuple[int, ...], own: Role) -> _Makers:
+    """Find what the keys or the values of every layer are made from."""
+    projections, operands = (torch.zeros((len(layers), len(sites))) for _ in range(2))
+    for place, layer in enumerate(layers):
+        here = [(number, role_of(site)) for number, site in enumerate(sites) if site.layer == layer]
+        writers = [number for number, role in here if role in (own, Role.ATTENTION_IN)]
+        if writers:
+            projections[place, writers] = 1
+        else:
+            inputs = (Role.QUERY, Role.KEY, Role.VALUE)
+            operands[place, [number for number, role in here if role in inputs]] = 1
+    has_any = ((projections + operands).sum(dim=1) > 0).unsqueeze(1)
+    return _Makers(projections, operands, has_any)
 
 
-def _has_writers(evidence: StepEvidence, sites: tuple[Site, ...], layer: int) -> bool:
-    inputs = [_cache_inputs(evidence, sites, layer, own) for own in (Role.KEY, Role.VALUE)]
-    return all(one is not None and bool(one[0].all()) for one in inputs)
+def _has_writers(evidence: StepEvidence, slots: _Slots, number: int) -> bool:
+    """Everything that a layer's keys and values are made from was recorded, for all rows."""
+    missing = [
+        makers.of(~evidence.projection.known, ~evidence.operand.known)[number]
+        for makers in slots.makers
+    ]
+    return all(bool(makers.has_any[number]) for makers in slots.makers) and not bool(
+        torch.stack(missing).any()
+    )
 
 
 def _residual_writers_known(evidence: StepEvidence) -> bool:

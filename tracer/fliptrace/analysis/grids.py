@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class GridBuilder:
         self._prefill: list[_Cells] = []
         self._decode: list[_Cells] = []
         self._rows: dict[Row, None] = {}
+        self._row_lists: set[tuple[Row, ...]] = set()
         # Equal steps share their tensors: (classes, cells) by the identity of the classes.
         self._shared: dict[int, tuple[Tensor, list[_Cells]]] = {}
 
@@ -53,7 +55,10 @@ class GridBuilder:
                 cells.starts.append(_start(evidence))
             return
         found = [_shrink_cells(evidence), *_cache_cells(evidence)]
-        self._rows |= dict.fromkeys(row for cells in found for row in cells.rows)
+        for cells in found:
+            if cells.rows not in self._row_lists:
+                self._row_lists.add(cells.rows)
+                self._rows |= dict.fromkeys(cells.rows)
         if evidence.step > 0:
             found = [_worst_row(cells) for cells in found]
             if evidence.equal:
@@ -83,6 +88,11 @@ class GridBuilder:
         return max([len(prompt.token_ids), *(cells.fields[0].shape[1] for cells in self._prefill)])
 
 
+@lru_cache(maxsize=64)
+def _labels(kind: str, names: tuple[str, ...] | tuple[int, ...]) -> tuple[Row, ...]:
+    return tuple((kind, name) for name in names)
+
+
 def _start(evidence: StepEvidence) -> int:
     return evidence.step if evidence.step > 0 else evidence.first_position
 
@@ -90,7 +100,7 @@ def _start(evidence: StepEvidence) -> int:
 def _shrink_cells(evidence: StepEvidence) -> _Cells:
     return _Cells(
         starts=[_start(evidence)],
-        rows=tuple(("shrink", key) for key in evidence.keys),
+        rows=_labels("shrink", evidence.keys),
         fields=(
             evidence.classes,
             evidence.magnitudes,
@@ -117,7 +127,7 @@ def _cache_cells(evidence: StepEvidence) -> list[_Cells]:
         found.append(
             _Cells(
                 starts=[_start(evidence)],
-                rows=tuple((name, layer) for layer in cache.layers),
+                rows=_labels(name, cache.layers),
                 fields=(
                     classes.to(torch.int8),
                     cache.magnitudes[:, which],
@@ -163,11 +173,9 @@ def _laid_out(phase: str, rows: list[Row], columns: tuple[int, ...], found: list
             together.setdefault(cells.rows, []).append(cells)
     for labels, members in together.items():
         index = torch.tensor([places[row] for row in labels]).unsqueeze(1)
-        at = torch.cat([_columns(cells, column_of) for cells in members])
+        at = torch.tensor([column for cells in members for column in _columns(cells, column_of)])
         for number, target in enumerate(fields):
-            target[index, at] = torch.cat(
-                [cells.fields[number].repeat(1, len(cells.starts)) for cells in members], dim=1
-            )
+            target[index, at] = torch.cat([_repeated(cells, number) for cells in members], dim=1)
     return Grid(
         phase=phase,
         rows=tuple(_labelled(row) for row in rows),
@@ -176,10 +184,17 @@ def _laid_out(phase: str, rows: list[Row], columns: tuple[int, ...], found: list
     )
 
 
-def _columns(cells: _Cells, column_of: dict[int, int]) -> Tensor:
-    """Return the columns of the grid that cells go to, step after step, int64."""
-    starts = torch.tensor([column_of[start] for start in cells.starts])
-    return (starts.unsqueeze(1) + torch.arange(cells.fields[0].shape[1])).reshape(-1)
+def _repeated(cells: _Cells, number: int) -> Tensor:
+    """Return one field, once per step that has these cells."""
+    values, times = cells.fields[number], len(cells.starts)
+    return values if times == 1 else values.repeat(1, times)
+
+
+def _columns(cells: _Cells, column_of: dict[int, int]) -> list[int]:
+    """Return the columns of the grid that cells go to, step after step."""
+    width = cells.fields[0].shape[1]
+    starts = [column_of[start] for start in cells.starts]
+    return starts if width == 1 else [start + at for start in starts for at in range(width)]
 
 
 def _labelled(row: Row) -> tuple[str, Site | int]:

@@ -18,6 +18,9 @@ from fliptrace.trace import Frame, Kind, Layout
 #: What a row of an equal step must be: its kind as stored, and the size of its payload.
 _Expected = tuple[tuple[bytes, int], ...]
 
+#: All frames of one step of one trace, in storage order.
+StepFrames = dict[Kind, Frame]
+
 
 @dataclass(frozen=True, eq=False)
 class StepLayouts:
@@ -39,16 +42,12 @@ class StepPair:
         equal: kinds whose frames are equal in both: same layout, same bytes, same digests.
         reference: the reference's frames that are not, in storage order.
         candidate: the candidate's.
-        layouts: the layouts of a step in which everything is equal; None where anything differs.
-        frames: all frames of both traces, in storage order; None where everything is equal.
     """
 
     step: int
     equal: tuple[Kind, ...]
     reference: dict[Kind, Frame] = field(default_factory=dict)
     candidate: dict[Kind, Frame] = field(default_factory=dict)
-    layouts: StepLayouts | None = None
-    frames: tuple[dict[Kind, Frame], dict[Kind, Frame]] | None = None
 
 
 class PairedReader:
@@ -60,8 +59,12 @@ class PairedReader:
         self._candidate = candidate
         self._known: dict[tuple[object, ...], tuple[StepLayouts, _Expected] | None] = {}
 
-    def step(self, step: int) -> StepPair:
+    def step(self, step: int) -> StepLayouts | tuple[StepFrames, StepFrames]:
         """Read one step of both.
+
+        Returns:
+            The layouts of a step that is equal in both; else all frames of the reference and of the candidate, in
+            storage order.
 
         Raises:
             SiteNotFoundError: no such step.
@@ -73,12 +76,10 @@ class PairedReader:
             layouts = self._equal_rows(step, mine, theirs)
             if layouts is not None:
                 reference.check_rows(step, mine)
-                return StepPair(step, tuple(layouts.layouts), layouts=layouts)
+                return layouts
         reference.check_rows(step, mine)
         candidate.check_rows(step, theirs)
-        return _pair_frames(
-            step, reference.frames_of(step, mine), candidate.frames_of(step, theirs)
-        )
+        return reference.frames_of(step, mine), candidate.frames_of(step, theirs)
 
     def _equal_rows(
         self, step: int, mine: list[FrameRow], theirs: list[FrameRow]
@@ -137,10 +138,14 @@ def paired_steps(
     common = min(len(reference.steps), len(candidate.steps))
     pair = PairedReader(reference, candidate)
     for step in range(start, common if stop is None else min(stop, common)):
-        yield pair.step(step)
+        found = pair.step(step)
+        if isinstance(found, StepLayouts):
+            yield StepPair(step, tuple(found.layouts))
+        else:
+            yield _pair_frames(step, *found)
 
 
-def _pair_frames(step: int, mine: dict[Kind, Frame], theirs: dict[Kind, Frame]) -> StepPair:
+def _pair_frames(step: int, mine: StepFrames, theirs: StepFrames) -> StepPair:
     equal = tuple(
         kind for kind, frame in mine.items() if kind in theirs and _equal(frame, theirs[kind])
     )
@@ -149,7 +154,6 @@ def _pair_frames(step: int, mine: dict[Kind, Frame], theirs: dict[Kind, Frame]) 
         equal,
         {kind: frame for kind, frame in mine.items() if kind not in equal},
         {kind: frame for kind, frame in theirs.items() if kind not in equal},
-        frames=(mine, theirs),
     )
 
 

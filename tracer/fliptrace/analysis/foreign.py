@@ -17,8 +17,6 @@ and does not invent any. With operations recorded, the first operation with equa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -28,52 +26,11 @@ from fliptrace.analysis.evidence import StepEvidence, StepReader
 from fliptrace.analysis.grids import cache_place
 from fliptrace.analysis.operations import find_operation, find_unexplained_module
 from fliptrace.analysis.roles import Role, role_of
-from fliptrace.sites import Site
+from fliptrace.analysis.slots import CACHE, PROJECTION, Slots, arrange
 from fliptrace.trace import StepRecord
 from fliptrace.verdicts import ForeignRoot, Origin
 
-_OPERAND, _SHRINK, _PROJECTION, _CACHE = range(4)
 _RUN_AGAIN = "Run again with --modules to see which operation it is."
-
-
-@dataclass(frozen=True)
-class _Makers:
-    """Which records the keys, or the values, of each of C cache layers are made from.
-
-    Attributes:
-        projections: 1 where a layer's rows are made from a site's projection, else 0, float32 [C, S].
-        operands: likewise from its operand, where the layer has no projection of its own for them.
-        has_any: some such record exists, bool [C, 1].
-    """
-
-    projections: Tensor
-    operands: Tensor
-    has_any: Tensor
-
-    def of(self, projection: Tensor, operand: Tensor) -> Tensor:
-        """Say for every layer and row whether any of its makers is marked: bool [S, T] twice to bool [C, T]."""
-        marks = self.projections @ projection.to(torch.float32)
-        return (marks + self.operands @ operand.to(torch.float32)) > 0
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """The records of a step as one axis in execution order, cache rows where they are written.
-
-    Attributes:
-        sites: one per shrink record.
-        kinds: what each slot holds; numbers: its row in the matrices of its kind.
-        order: from the stacked matrices (operands, shrinks, projections, caches) to slots, int64.
-        layers: of every slot, None for caches.
-        makers: of the keys and of the values of every cache layer.
-    """
-
-    sites: tuple[Site, ...]
-    kinds: tuple[int, ...]
-    numbers: tuple[int, ...]
-    order: Tensor
-    layers: tuple[int | None, ...]
-    makers: tuple[_Makers, _Makers]
 
 
 class ForeignSearch:
@@ -84,7 +41,7 @@ class ForeignSearch:
         self.found: ForeignRoot | None = None
         self._reader = reader
         self._cached_from: int | None = None  # lowest layer whose cache differs; 0 when unknown
-        self._slots: dict[tuple[tuple[str, ...], tuple[int, ...]], _Slots] = {}
+        self._slots: dict[tuple[tuple[str, ...], tuple[int, ...]], Slots] = {}
 
     def take(
         self,
@@ -135,17 +92,17 @@ class ForeignSearch:
         slot, row = places[0].tolist()
         return self._describe(evidence, slots, slot, row)
 
-    def _past(self, slots: _Slots) -> Tensor:
+    def _past(self, slots: Slots) -> Tensor:
         """Say which slots differing cache rows of earlier steps may explain, bool [slots]."""
         if self._cached_from is None:
             return torch.zeros(len(slots.kinds), dtype=torch.bool)
         return torch.tensor([layer is None or layer >= self._cached_from for layer in slots.layers])
 
-    def _describe(self, evidence: StepEvidence, slots: _Slots, slot: int, row: int) -> ForeignRoot:
+    def _describe(self, evidence: StepEvidence, slots: Slots, slot: int, row: int) -> ForeignRoot:
         kind, number = slots.kinds[slot], slots.numbers[slot]
         position = evidence.first_position + row
         where = f"{_phase(evidence.step)}, token position {position}"
-        if kind == _PROJECTION:
+        if kind == PROJECTION:
             site = slots.sites[number]
             located = bool(
                 evidence.operand.known[number, row] and not evidence.operand.differs[number, row]
@@ -168,7 +125,7 @@ class ForeignSearch:
                 + ".",
                 before_order=number + 1,
             )
-        if kind == _CACHE:
+        if kind == CACHE:
             layer = evidence.cache.layers[number] if evidence.cache is not None else -1
             return ForeignRoot(
                 key=f"cache.{layer}",
@@ -295,37 +252,12 @@ class ForeignSearch:
                 lowest if self._cached_from is None else min(self._cached_from, lowest)
             )
 
-    def _slots_of(self, evidence: StepEvidence) -> _Slots:
+    def _slots_of(self, evidence: StepEvidence) -> Slots:
         layers = evidence.cache.layers if evidence.cache is not None else ()
         key = (evidence.keys, layers)
         if key not in self._slots:
-            self._slots[key] = _arrange(evidence.keys, layers)
+            self._slots[key] = arrange(evidence.keys, layers)
         return self._slots[key]
-
-
-def _arrange(keys: tuple[str, ...], layers: tuple[int, ...]) -> _Slots:
-    sites = tuple(site_of(key) for key in keys)
-    count = len(sites)
-    placed = [
-        (4 * number + kind, kind, number, kind * count + number)
-        for number in range(count)
-        for kind in (_OPERAND, _SHRINK, _PROJECTION)
-    ]
-    placed += [
-        (4 * cache_place(sites, layer) - 1, _CACHE, number, 3 * count + number)
-        for number, layer in enumerate(layers)
-    ]
-    placed.sort(key=lambda one: one[0])
-    return _Slots(
-        sites=sites,
-        kinds=tuple(kind for _, kind, _, _ in placed),
-        numbers=tuple(number for _, _, number, _ in placed),
-        order=torch.tensor([row for *_, row in placed], dtype=torch.int64),
-        layers=tuple(
-            None if kind == _CACHE else sites[number].layer for _, kind, number, _ in placed
-        ),
-        makers=(_makers(sites, layers, Role.KEY), _makers(sites, layers, Role.VALUE)),
-    )
 
 
 def _stack(evidence: StepEvidence, *matrices: Tensor) -> Tensor:
@@ -373,7 +305,7 @@ def _unexplained_projections(evidence: StepEvidence, reachable: Tensor) -> Tenso
     return differs & (inputs_equal | ~reachable)
 
 
-def _unexplained_caches(evidence: StepEvidence, slots: _Slots, reachable: Tensor) -> Tensor:
+def _unexplained_caches(evidence: StepEvidence, slots: Slots, reachable: Tensor) -> Tensor:
     """Find differing key or value rows whose inputs at the same position are equal, or that nothing explains.
 
     Returns:
@@ -390,22 +322,7 @@ def _unexplained_caches(evidence: StepEvidence, slots: _Slots, reachable: Tensor
     return unexplained
 
 
-def _makers(sites: tuple[Site, ...], layers: tuple[int, ...], own: Role) -> _Makers:
-    """Find what the keys or the values of every layer are made from."""
-    projections, operands = (torch.zeros((len(layers), len(sites))) for _ in range(2))
-    for place, layer in enumerate(layers):
-        here = [(number, role_of(site)) for number, site in enumerate(sites) if site.layer == layer]
-        writers = [number for number, role in here if role in (own, Role.ATTENTION_IN)]
-        if writers:
-            projections[place, writers] = 1
-        else:
-            inputs = (Role.QUERY, Role.KEY, Role.VALUE)
-            operands[place, [number for number, role in here if role in inputs]] = 1
-    has_any = ((projections + operands).sum(dim=1) > 0).unsqueeze(1)
-    return _Makers(projections, operands, has_any)
-
-
-def _has_writers(evidence: StepEvidence, slots: _Slots, number: int) -> bool:
+def _has_writers(evidence: StepEvidence, slots: Slots, number: int) -> bool:
     """Everything that a layer's keys and values are made from was recorded, for all rows."""
     missing = [
         makers.of(~evidence.projection.known, ~evidence.operand.known)[number]
@@ -430,13 +347,13 @@ def _residual_writers_known(evidence: StepEvidence) -> bool:
     return bool(layers) and all(needed <= written.get(layer, set()) for layer in layers)
 
 
-def _between(slots: _Slots, slot: int) -> tuple[str, str]:
+def _between(slots: Slots, slot: int) -> tuple[str, str]:
     """Name the last record before an operand, and what is not recorded between the two."""
     site = slots.sites[slots.numbers[slot]]
     before = [
         number
         for kind, number in zip(slots.kinds[:slot], slots.numbers[:slot], strict=True)
-        if kind == _PROJECTION
+        if kind == PROJECTION
     ]
     if not before:
         return "the token ids", "the embedding and the first normalisation"

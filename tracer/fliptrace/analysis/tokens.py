@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,31 +18,50 @@ _LOGITS_KINDS = (Kind.LOGITS_DIGEST, Kind.LOGITS_FULL, Kind.LOGITS_TOP, Kind.LOG
 _DEFAULT_TIE_RULE = "lowest token id"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepLogits:
     """The logits that one execution's step recorded.
 
     Attributes:
-        values: token id -> logit as float; the whole vocabulary where that was kept.
+        logits: float64 [N].
+        ids: their token ids, int64 [N]; None where the whole vocabulary was kept.
     """
 
-    values: Mapping[int, float]
+    logits: Tensor
+    ids: Tensor | None
 
     @classmethod
     def read(cls, step: StepRecord, frames: Frames) -> StepLogits:
         """Take what is there: full logits, else the top list, else the two of the step's record."""
         full = frames.get(Kind.LOGITS_FULL)
         if full is not None and full.layout.entries:
-            return cls(dict(enumerate(_values(full))))
+            return cls(_values(full), None)
         top, ids = frames.get(Kind.LOGITS_TOP), frames.get(Kind.LOGITS_TOP_IDS)
         if top is not None and ids is not None and top.layout.entries and ids.layout.entries:
-            return cls(dict(zip(ids.tensor(0).reshape(-1).tolist(), _values(top), strict=False)))
-        return cls(dict(zip(step.top_ids, step.top_values, strict=True)))
+            return cls(_values(top), ids.tensor(0).reshape(-1))
+        return cls(torch.tensor(step.top_values, dtype=torch.float64), torch.tensor(step.top_ids))
+
+    @cached_property
+    def values(self) -> Mapping[int, float]:
+        """Token id -> logit."""
+        logits = self.logits.tolist()
+        return dict(
+            enumerate(logits) if self.ids is None else zip(self.ids.tolist(), logits, strict=False)
+        )
+
+    def at(self, other: StepLogits) -> Tensor | None:
+        """Return the logits of another step's tokens, in its order; None where some may not be here."""
+        if other.ids is None:
+            same = self.ids is None and len(self.logits) == len(other.logits)
+            return self.logits if same else None
+        if self.ids is not None or len(other.ids) != len(other.logits) or not len(other.ids):
+            return None
+        inside = int(other.ids.min()) >= 0 and int(other.ids.max()) < len(self.logits)
+        return self.logits[other.ids] if inside else None
 
 
-def _values(frame: Frame) -> list[float]:
-    tensor: Tensor = frame.tensor(0)
-    return tensor.reshape(-1).to(torch.float64).tolist()
+def _values(frame: Frame) -> Tensor:
+    return frame.tensor(0).reshape(-1).to(torch.float64)
 
 
 def logits_differ(
@@ -98,6 +118,12 @@ def _no_difference(evidence: StepEvidence) -> float | None:
 
 
 def _largest_difference(reference: StepLogits, candidate: StepLogits) -> float | None:
+    for one, other in ((reference, candidate), (candidate, reference)):
+        paired = one.at(other)
+        if paired is not None and len(paired):
+            largest = float((paired - other.logits).abs().max())
+            if largest == largest:
+                return largest
     common = reference.values.keys() & candidate.values.keys()
     return max(
         (abs(reference.values[token] - candidate.values[token]) for token in common), default=None

@@ -192,6 +192,11 @@ class Group:
     columns: tuple[int, ...]
     entry: LayoutEntry
 
+    @cached_property
+    def places(self) -> Tensor:
+        """The places in the reference's layout as int64 [records]."""
+        return torch.tensor(self.rows)
+
 
 @dataclass(frozen=True)
 class LayoutPair:

@@ -60,7 +60,7 @@ def read_cache(
     )
     for group in pair.groups:
         count = min(group.entry.shape[1], rows)
-        cache.known[torch.tensor(group.rows), rows - count :] = True
+        cache.known[group.places, rows - count :] = True
         if differs:
             _compare_group(cache, group, before, after, count, rows)
     return cache
@@ -80,8 +80,7 @@ def _compare_group(
     cells = one.shape[0] * 2 * count
     cell = torch.div(different, one.shape[3], rounding_mode="floor")
     shape = (one.shape[0], 2, count)
-    places = torch.tensor(group.rows)
-    window = (places, slice(None), slice(rows - count, rows))
+    window = (group.places, slice(None), slice(rows - count, rows))
     cache.counts[window] = torch.bincount(cell, minlength=cells).view(shape)
     cache.magnitudes[window] = largest_per_row(magnitude(left, right), cell, cells).view(shape)
     cache.ulps[window] = largest_per_row(ulp_distance(left, right), cell, cells).view(shape)

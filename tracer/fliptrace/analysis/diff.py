@@ -268,12 +268,15 @@ class PairWalk:
         if cache is None or Kind.CACHE not in evidence.differing_kinds:
             return
         per_layer = cache.counts.sum(dim=2).tolist()
-        differing = (cache.counts.sum(dim=1) > 0).tolist()
+        differing = (cache.counts.sum(dim=1) > 0).tolist() if evidence.rows > 1 else None
         largest = cache.magnitudes.amax(dim=(1, 2)).tolist()
         for place, (keys, values) in enumerate(per_layer):
             if not keys + values:
                 continue
-            rows = (row for row, differs in enumerate(differing[place]) if differs)
+            positions: tuple[int, ...] = (evidence.first_position,)
+            if differing is not None:
+                rows = [row for row, differs in enumerate(differing[place]) if differs]
+                positions = tuple(evidence.first_position + row for row in rows)
             self._cache.append(
                 CacheDifference(
                     layer=cache.layers[place],
@@ -281,7 +284,7 @@ class PairWalk:
                     keys=keys,
                     values=values,
                     elements=cache.elements[place],
-                    positions=tuple(evidence.first_position + row for row in rows),
+                    positions=positions,
                     largest=largest[place],
                 )
             )

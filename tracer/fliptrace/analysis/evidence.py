@@ -223,19 +223,19 @@ class StepReader:
             evidence.structural[:] = True
             return
         pair = self.pair(before, after)
-        places = {key: row for row, key in enumerate(evidence.keys)}
-        reference_rows = [places[label] for label in pair.reference_labels]
-        candidate_rows = [places[label] for label in pair.candidate_labels]
+        places: dict[str, int] = {}
+        if pair.reshaped or pair.only_reference or pair.only_candidate or pair.launches_differ:
+            places = {key: row for row, key in enumerate(evidence.keys)}
         for one, _ in pair.reshaped:
-            evidence.structural[reference_rows[one]] = evidence.reshaped[reference_rows[one]] = True
+            row = places[pair.reference_labels[one]]
+            evidence.structural[row] = evidence.reshaped[row] = True
         for one in pair.only_reference:
-            evidence.structural[reference_rows[one]] = True
+            evidence.structural[places[pair.reference_labels[one]]] = True
         for other in pair.only_candidate:
-            evidence.structural[candidate_rows[other]] = True
+            evidence.structural[places[pair.candidate_labels[other]]] = True
         for one in pair.launches_differ:
-            evidence.launch_differs[reference_rows[one]] = True
-        for group in pair.groups:
-            sites = torch.tensor([reference_rows[one] for one in group.rows])
+            evidence.launch_differs[places[pair.reference_labels[one]]] = True
+        for group, sites in zip(pair.groups, self._sites_of(pair, evidence.keys), strict=True):
             shape = group.entry.shape
             count = min(shape[0], evidence.rows)
             evidence.observed[sites, evidence.rows - count :] = True

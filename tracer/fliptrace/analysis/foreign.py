@@ -96,7 +96,7 @@ class ForeignSearch:
         """Say which slots differing cache rows of earlier steps may explain, bool [slots]."""
         if self._cached_from is None:
             return torch.zeros(len(slots.kinds), dtype=torch.bool)
-        return torch.tensor([layer is None or layer >= self._cached_from for layer in slots.layers])
+        return slots.layers >= self._cached_from
 
     def _describe(self, evidence: StepEvidence, slots: Slots, slot: int, row: int) -> ForeignRoot:
         kind, number = slots.kinds[slot], slots.numbers[slot]

@@ -15,6 +15,8 @@ from fliptrace.sites import Site
 #: What a slot holds.
 OPERAND, SHRINK, PROJECTION, CACHE = range(4)
 
+_BEYOND = 2**62
+
 
 @dataclass(frozen=True)
 class Makers:
@@ -44,7 +46,7 @@ class Slots:
         sites: one per shrink record.
         kinds: what each slot holds; numbers: its row in the matrices of its kind.
         order: from the stacked matrices (operands, shrinks, projections, caches) to slots, int64.
-        layers: of every slot, None for caches.
+        layers: of every slot, int64; beyond all where a slot has none, and for caches.
         makers: of the keys and of the values of every cache layer.
     """
 
@@ -52,7 +54,7 @@ class Slots:
     kinds: tuple[int, ...]
     numbers: tuple[int, ...]
     order: Tensor
-    layers: tuple[int | None, ...]
+    layers: Tensor
     makers: tuple[Makers, Makers]
 
 
@@ -70,14 +72,13 @@ def arrange(keys: tuple[str, ...], layers: tuple[int, ...]) -> Slots:
         for number, layer in enumerate(layers)
     ]
     placed.sort(key=lambda one: one[0])
+    slot_layers = [None if kind == CACHE else sites[number].layer for _, kind, number, _ in placed]
     return Slots(
         sites=sites,
         kinds=tuple(kind for _, kind, _, _ in placed),
         numbers=tuple(number for _, _, number, _ in placed),
         order=torch.tensor([row for *_, row in placed], dtype=torch.int64),
-        layers=tuple(
-            None if kind == CACHE else sites[number].layer for _, kind, number, _ in placed
-        ),
+        layers=torch.tensor([_BEYOND if layer is None else layer for layer in slot_layers]),
         makers=(_makers(sites, layers, Role.KEY), _makers(sites, layers, Role.VALUE)),
     )
 

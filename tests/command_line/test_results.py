@@ -327,3 +327,22 @@ def test_a_closed_pipe_is_one_line(spawned, stored):
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert "closed" in result.err
+
+
+def test_the_demonstration_falls_back_to_the_recorded_pair(typed, tmp_path):
+    """When no seed flips within the budget, the pair that ships is opened, and said to be a recorded one."""
+    out = tmp_path / "demo"
+    result = typed(
+        "trace-pair",
+        "--demo",
+        "--out",
+        out,
+        "--attempts",
+        "1",
+        "--max-new-tokens",
+        "2",
+        "--no-observer-control",
+    )
+    assert result.code == 1, result.err
+    assert "recorded pair that ships" in result.out
+    assert names(out) == FILES

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fliptrace.pair import Pair, PairSettings
 
 #: Rows of the bundled prompts that the demonstration asks, in this order: they flipped where the model was measured.
-DEMO_ROWS = (0, 1, 2, 3)
+DEMO_ROWS = (36, 31, 54, 1, 65, 52)
 
 
 def run_demo(settings: PairSettings, output: Output, fail_on: str) -> int:

@@ -336,6 +336,8 @@ def manifest_of(run: _Run, options: RecorderOptions, attempt: int) -> Manifest:
     described["recording"] = {
         **options.describe(),
         "attempt": attempt,
+        "attempts_allowed": settings.attempts,
+        "until": settings.until,
         "observer_control": run.control,
         "not_observed": list(not_observed(run.engine, settings)),
         "expected_sites": [site.path for site in run.engine.sites],

@@ -112,7 +112,7 @@ def load_model(
     description["model"]["dtype"] = str(model_dtype).removeprefix("torch.")
     description["model"]["attention"] = attention
     description["adapter"] = {
-        "name": adapter_folder.name if Path(adapter).exists() else adapter,
+        "name": _shown_name(adapter),
         "sha256": sha256_of([weights, adapter_folder / "adapter_config.json"]),
         "rank": configuration.get("r"),
         "alpha": configuration.get("lora_alpha"),
@@ -147,6 +147,19 @@ def sha256_of(paths: list[Path]) -> str:
             while block := file.read(1 << 22):
                 digest.update(block)
     return digest.hexdigest()
+
+
+#: Folder names that say nothing by themselves; the parent's name goes before them.
+_PLAIN_NAMES = frozenset(("adapter", "base", "checkpoint", "lora", "model", "output", "snapshot"))
+
+
+def _shown_name(given: str) -> str:
+    """Return how reports call a model or adapter: a hub name as it is, a path by its last part or two."""
+    path = Path(given).expanduser()
+    if not path.exists():
+        return given
+    path = path.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name in _PLAIN_NAMES else path.name
 
 
 def forward_accepts(model: nn.Module, name: str) -> bool:
@@ -280,7 +293,7 @@ def _load_base(
     files = [path] if is_gguf else _model_files(source, base)
     description = {
         "model": {
-            "name": path.name if path.exists() else model,
+            "name": _shown_name(model),
             "architecture": type(base).__name__,
             "layers": getattr(base.config.get_text_config(decoder=True), "num_hidden_layers", None),
             "sha256": sha256_of(files),

@@ -346,3 +346,37 @@ def test_the_demonstration_falls_back_to_the_recorded_pair(typed, tmp_path):
     assert result.code == 1, result.err
     assert "recorded pair that ships" in result.out
     assert names(out) == FILES
+
+
+def test_an_interruption_keeps_finished_prompts(typed, models, tmp_path, monkeypatch):
+    """Ctrl-C at the second of three prompts leaves the first one's pair and an index that says so."""
+    import fliptrace.pair
+
+    traced = []
+    trace = fliptrace.pair.trace_pair
+
+    def interrupted(*arguments, **options):
+        traced.append(options["prompt"].source)
+        if len(traced) == 2:
+            raise KeyboardInterrupt
+        return trace(*arguments, **options)
+
+    monkeypatch.setattr(fliptrace.pair, "trace_pair", interrupted)
+    out = tmp_path / "out"
+    prompts = [word for text in ("w5 w6", "w6 w7", "w7 w8") for word in ("--prompt", text)]
+    result = typed(
+        "trace-pair",
+        "--model",
+        models.model,
+        "--adapter",
+        models.adapter,
+        "--out",
+        out,
+        *QUICK,
+        *prompts,
+    )
+    assert result.code == 2
+    assert "interrupted after 1 of 3 prompts" in result.err
+    assert names(out) == ["index.html", "prompt-0000"]
+    assert names(out / "prompt-0000") == FILES
+    assert "interrupted" in (out / "index.html").read_text("utf-8")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fliptrace.command_line.output import Output, show_document
-from fliptrace.command_line.running import exit_code, fail, one_line, trouble_code
+from fliptrace.command_line.running import TROUBLE, exit_code, fail, one_line, trouble_code
 from fliptrace.command_line.scratch import scratch_folder
 from fliptrace.errors import FliptraceError, StorageError
 
@@ -59,7 +59,11 @@ def trace_several(
     fail_on: str,
     show: Callable[[str, int, int], None],
 ) -> int:
-    """Trace every prompt into a folder of its own and write an index; return the worst exit code."""
+    """Trace every prompt into a folder of its own and write an index; return the worst exit code.
+
+    A prompt that cannot be traced takes its row in the index and the others go on; so does an interruption, after which
+    the finished ones are kept.
+    """
     from fliptrace.views import IndexRow, render_index
 
     codes: list[int] = []
@@ -77,6 +81,19 @@ def trace_several(
                 pair = _trace_into(folder, engine, prompt, settings, output, tell)
             except StorageError:
                 raise
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                shutil.rmtree(folder, ignore_errors=True)
+                codes.append(TROUBLE)
+                rows.append(
+                    IndexRow(prompt.source, "", None, note="interrupted; later prompts did not run")
+                )
+                fail(
+                    "trace-pair",
+                    f"interrupted after {number} of {len(prompts)} prompts; the finished ones are kept",
+                )
+                break
             except FliptraceError as error:  # the other prompts may still tell something
                 message = one_line(str(error))
                 fail("trace-pair", f"{folder.name} ({prompt.source}): {message}")

@@ -4,8 +4,8 @@
     python examples/measure/cost.py memory MODEL ADAPTER
 
 ``time`` runs the same prompt recorded and unrecorded in turn, in one process on one engine, and prints the ratio of
-decode times (from the end of the prefill to the last token; for recorded runs also until the last step is committed) per
-round and its median. ``memory`` runs each of four cases in a process of its own and prints what recording adds to the
+decode times (from the end of the prefill to the last token; for recorded runs also until the last step is committed)
+per round and its median. ``memory`` runs each of four cases in a process of its own and prints what recording adds to the
 growth of peak memory from 64 to 1,024 tokens. One JSON line each.
 """
 
@@ -30,7 +30,9 @@ from fliptrace.manifest import Manifest
 from fliptrace.store import TraceWriter
 from fliptrace.trace import Closing
 
-QUESTION = "Janet has 16 eggs. She eats three and sells the rest for $2 each. How much does she earn? Explain each step."
+QUESTION = (
+    "Janet has 16 eggs. She eats three and sells the rest for $2 each. How much does she earn?"
+)
 
 
 def run(

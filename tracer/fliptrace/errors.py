@@ -40,7 +40,7 @@ class SiteNotFoundError(FliptraceError, LookupError):
 
 
 class RecordingError(FliptraceError, RuntimeError):
-    """Raised when an execution could not be recorded faithfully: a hook that never fired, NaN logits, a changed cache."""
+    """Raised when an execution could not be recorded faithfully: a silent site, NaN logits, a changed cache."""
 
 
 class ObserverEffectError(RecordingError):

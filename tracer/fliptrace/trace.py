@@ -68,8 +68,8 @@ class LayoutEntry:
     """One record's place in a frame.
 
     Attributes:
-        key: the site's path; for cache records ``cache.<layer>``; for logits ``logits``; for operations the module path,
-            the operation's name and its occurrence within the module (``model.layers.0.self_attn/sdpa#0``).
+        key: the site's path; for cache records ``cache.<layer>``; for logits ``logits``; for operations the module's
+            path, the operation's name and its occurrence within the module (``model.layers.0.self_attn/sdpa#0``).
         dtype: float32, bfloat16, float16, int64 or int32.
         shape: the record's shape.
         launch: for shrinks, the launch configuration and the operand's strides in one line; a difference of launch

@@ -3,10 +3,10 @@
     python examples/measure/cost.py time MODEL ADAPTER --tokens 128 --rounds 5
     python examples/measure/cost.py memory MODEL ADAPTER
 
-``time`` runs the same prompt recorded and unrecorded in turn, in one process on one engine, and prints the ratio of
-decode times (from the end of the prefill to the last token; for recorded runs also until the last step is
-committed) per round and its median. ``memory`` runs each of four cases in a process of its own and prints what recording
-adds to the growth of peak memory from 64 to 1,024 tokens. One JSON line each.
+``time`` runs the same prompt recorded and unrecorded in turn, in one process on one engine, and prints the
+ratio of decode times (from the end of the prefill to the last token; for recorded runs also until the last
+step is committed) per round and its median. ``memory`` runs each of four cases in a process of its own and
+prints what recording adds to the growth of peak memory from 64 to 1,024 tokens. One JSON line each.
 """
 
 from __future__ import annotations

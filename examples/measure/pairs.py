@@ -2,9 +2,10 @@
 
     python examples/measure/pairs.py MODEL ADAPTER gsm8k:PATH --select 0-19 --out pairs.jsonl
 
-For every prompt and every reduction it records a reference and candidates and writes one JSON line: verdict, flip,
-first surviving root and its fate, row-wise roots, and counts of FP32 shrink coordinates that differ, and survive
-rounding, under bit-equal operands. Lines that are there already are not run again. The last lines on stdout are the totals.
+For every prompt and every reduction it records a reference and candidates and writes one JSON line: verdict,
+flip, first surviving root and its fate, row-wise roots, and counts of FP32 shrink coordinates that differ,
+and survive rounding, under bit-equal operands. Lines that are there already are not run again. The last lines
+on stdout are the totals.
 """
 
 from __future__ import annotations

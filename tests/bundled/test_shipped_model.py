@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 from solutions import final_answer
 from transformers import AutoTokenizer
 
+from fliptrace import load_pair
+from fliptrace.store import verify_trace
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LARGEST = 16_000_000
 
@@ -31,8 +34,19 @@ def test_everything_is_small_and_only_safetensors(bundled):
     """At most 16 MB in all, and no format that can run code."""
     files = [path for path in bundled.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= LARGEST
-    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jsonl", ".jinja", ".md"}
+    allowed = {".safetensors", ".json", ".jsonl", ".jinja", ".md", ".trace"}
+    assert {path.suffix for path in files} <= allowed
     assert (bundled / "README.md").is_file()
+
+
+def test_the_recorded_pair_flips(bundled):
+    """The pair for machines on which no seed flips a token is readable, whole, and flips one."""
+    folder = bundled / "recorded-pair"
+    assert not [finding for path in folder.iterdir() for finding in verify_trace(path)]
+    with load_pair(folder) as pair:
+        assert pair.diverged
+        assert pair.diff.first_propagating is not None
+        assert pair.diff.propagation.reaches_flip
 
 
 def test_weights_are_bf16_and_finite(bundled):

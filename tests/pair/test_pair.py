@@ -31,7 +31,10 @@ def test_a_pair_from_folders(models):
         assert not pair.diverged
         assert pair.diff.outcome is Outcome.LATENT
         assert pair.divergence is None
-        assert pair.title == "model + adapter"
+        assert (
+            pair.title
+            == f"{Path(models.model).parent.name}/model + {Path(models.model).parent.name}/adapter"
+        )
 
 
 def test_a_pair_from_an_engine(traced):
@@ -49,7 +52,7 @@ def test_until_decides_when_the_search_ends(traced):
 def test_the_pair_shows_itself(traced):
     """repr is one line; the notebook's HTML has no script; both traces show themselves, too."""
     pair = traced()
-    assert repr(pair) == "Pair(model + adapter: latent differences only)"
+    assert repr(pair) == f"Pair({pair.title}: latent differences only)"
     assert "<script" not in pair._repr_html_()
     assert "latent" in pair._repr_html_().lower()
     for trace in (pair.reference, pair.candidate):

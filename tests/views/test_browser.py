@@ -126,7 +126,14 @@ def test_pointing_at_a_cell_reads_it(pairs, chromium, tmp_path):
     actions.perform()
     page.wait("!document.getElementById('tip').hidden")
     tip = page.text("#tip")
-    for part in ("layer 2 mlp.up_proj", "apples 5", "surviving, root", "ULP", "max |difference|"):
+    for part in (
+        "layer 2 mlp.up_proj",
+        "token position 5: apples",
+        "surviving, root",
+        "up to",
+        "ULP",
+        "max |difference|",
+    ):
         assert part in tip
     actions = ActionChains(chromium)
     actions.w3c_actions.pointer_action.click()
@@ -155,6 +162,19 @@ def test_injected_texts_run_nothing(pairs, chromium, tmp_path):
     assert links == 0
     assert page.overflow() <= 0
     page.assert_quiet()
+
+
+def test_no_button_sends_the_chart_away(pairs, chromium, tmp_path):
+    """plotly's own set of buttons has one that opens a server's page and hands it the chart's data."""
+    page = Page(chromium, tmp_path, report(pairs.make()))
+    titles = page.run(
+        "return [...new Set([...document.querySelectorAll('.modebar-btn')].map((b) => b.dataset.title))]"
+    )
+    assert sorted(titles) == ["Download plot", "Pan", "Reset axes", "Zoom", "Zoom in", "Zoom out"]
+    settings = page.run(
+        "const c = document.getElementById('heatmap')._context; return [c.showSendToCloud, c.plotlyServerURL]"
+    )
+    assert settings == [False, ""]
 
 
 def test_the_page_fits_every_screen_and_theme(pairs, chromium, tmp_path):

@@ -29,7 +29,7 @@ def test_a_flip_is_told_with_everything_that_decides_it(pairs):
     for part in (
         "generated token 12 (step 11)",
         "the reference chose “,” (id 211), the candidate “.” (id 311)",
-        "“,” (id 211) 17.25 and “.” (id 311) 17.125",
+        "Logits in the reference: “,” 17.25 and “.” 17.125; in the candidate: “,” 17.125 and “.” 17.1875.",
         "Top-2 margin: 0.125 in the reference, 0.0625 in the candidate.",
         "No tie",
     ):
@@ -78,7 +78,7 @@ def test_an_identical_pair_claims_no_more_than_two_runs(pairs):
     text = story_text(pairs.make(Outcome.IDENTICAL))
     assert "No difference found in 1,234 compared records" in text
     assert "2 runs, repeatable in 2 runs, not proof of determinism" in text
-    assert "up to 95 % of further repeats" in text
+    assert "at 95% confidence up to 95% of further runs could still differ" in text
     assert "Not observed: modules between shrinks" in text
     assert "deterministic" not in text
 
@@ -152,24 +152,77 @@ def test_redacted_traces_fall_back_to_ids(pairs):
     assert "token position 5 (token id 105, text not kept)" in story_text(pair)
 
 
-def test_the_summary_fits_one_screen(pairs):
-    """At most 80 columns and 50 lines, the verdict first."""
+def test_the_first_screen_carries_the_answer(pairs):
+    """In 24 rows of 80 columns: verdict, tokens, logits, tie, root with bits and boundary, a line each for the rest."""
     pair = pairs.make()
     lines = plain_summary(pair.diff, pair.reference, pair.candidate).splitlines()
     assert lines[0].startswith("Token flipped")
     assert max(map(len, lines)) <= 80
-    assert len(lines) <= 50
+    first = " ".join(" ".join(lines[:24]).split())
+    for part in (
+        "the reference chose “,” (id 211), the candidate “.” (id 311)",
+        "Logits in the reference",
+        "No tie",
+        "The first surviving propagating root: layer 2 mlp.up_proj",
+        "(0x3c298000)",
+        "The bfloat16 rounding boundary between them is",
+        "Rounded to bfloat16",
+        "Keys and values: 111 key and 176 value elements differ, in 1 layer.",
+        "Where it went: differing records lead from there to the flip's logits.",
+    ):
+        assert part in first
+    assert "From the flip on" not in first
+    assert len(lines) <= 60
+
+
+def test_a_leading_space_does_not_end_a_line(pairs):
+    """A token that starts with a space stays with its quotation mark."""
+    pair = pairs.make(
+        reference_pieces=[" Mia", " gets"],
+        candidate_pieces=[" Mia", " takes"],
+    )
+    for width in range(60, 81):
+        console = Console(width=width, color_system=None)
+        with console.capture() as capture:
+            console.print(terminal_summary(pair.diff, pair.reference, pair.candidate))
+        assert not re.search("“ *$", capture.get(), re.MULTILINE), width
 
 
 def test_terminal_and_plain_summary_say_the_same(pairs):
-    """rich shows the same sentences, and never reads a token as markup."""
-    pair = pairs.hostile()
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(terminal_summary(pair.diff, pair.reference, pair.candidate))
-    shown = "".join(capture.get().split())
-    for sentence in plain_summary(pair.diff, pair.reference, pair.candidate).split("\n  "):
-        assert "".join(sentence.split("\n\n")[0].split()) in shown
+    """rich shows the same lines without trailing blanks, at most 80 wide, and never reads a token as markup."""
+    for pair in (pairs.make(), pairs.hostile()):
+        plain = plain_summary(pair.diff, pair.reference, pair.candidate)
+        for width in (80, 200):
+            console = Console(width=width, color_system=None)
+            with console.capture() as capture:
+                console.print(terminal_summary(pair.diff, pair.reference, pair.candidate))
+            assert capture.get() == plain
+        assert all(line == line.rstrip() for line in plain.splitlines())
+
+
+def test_the_path_is_told_once_with_arrows(pairs):
+    """What analysis says about digests is not said again; "->" is shown as an arrow."""
+    pair = pairs.make()
+    sentences = (
+        "layer-2 mlp.up_proj -> layer-3 key/value -> logits of step 11.",
+        "Operands were kept as digests only, so that what a later shrink adds cannot be told from what it inherits.",
+    )
+    told = dataclasses.replace(pair.diff.propagation, sentences=sentences)
+    pair.diff = dataclasses.replace(pair.diff, propagation=told)
+    text = story_text(pair)
+    assert "layer-2 mlp.up_proj → layer-3 key/value → logits of step 11." in text
+    assert "->" not in text
+    assert text.count("Operands were kept as digests only") == 1
+
+
+def test_tokens_of_equal_texts_keep_their_ids(pairs):
+    """Where two tokens read alike, the logits name them by id, too."""
+    pair = pairs.make()
+    alike = dataclasses.replace(pair.diff.flip.candidate_token, text=",")
+    pair.diff = dataclasses.replace(
+        pair.diff, flip=dataclasses.replace(pair.diff.flip, candidate_token=alike)
+    )
+    assert "Logits in the reference: “,” (id 211) 17.25 and “,” (id 311) 17.125" in story_text(pair)
 
 
 def test_no_control_character_reaches_a_terminal(pairs):

@@ -17,7 +17,7 @@ from fliptrace.numerics import CoordinateClass
 from fliptrace.views import palette
 from fliptrace.views.escaping import clipped, plotly_label
 from fliptrace.views.pooling import Array, Cells, pool
-from fliptrace.views.wording import TokenNames, brief, count, row_label
+from fliptrace.views.wording import TokenNames, brief, row_label
 
 if TYPE_CHECKING:
     from fliptrace.sites import Site
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 FIGURE_CELLS = 40_000
 COLOURINGS = ("class", "magnitude")
 ORIGIN_NAMES = ("", "root", "inherited", "configuration-variant", "unlocated")
+#: What the ring marks, by whether a surviving root propagates.
+ROOT_MARKS = {True: "first surviving propagating root", False: "first surviving root"}
 #: Rows up to which each has a label; beyond it, each layer has one.
 LABELLED_ROWS = 80
 LABELLED_COLUMNS = 60
@@ -74,7 +76,8 @@ def heatmap_figure(
         figure.data[2].update(z=shades, text=hover, visible=True, **magnitude_ticks(shades))
     mark = root_mark(diff.first_propagating or diff.first_surviving, cells, phase)
     if mark is not None:
-        figure.data[3].update(x=[mark[1]], y=[mark[0]], visible=True)
+        name = ROOT_MARKS[diff.first_propagating is not None]
+        figure.data[3].update(x=[mark[1]], y=[mark[0]], visible=True, name=name)
     for label in CoordinateClass:
         _add_legend_entry(figure, label)
     figure.update_layout(
@@ -155,7 +158,7 @@ def skeleton(
             "color": ink["text"],
             "line": {"width": 2.5, "color": ink["text"]},
         },
-        name="first surviving root",
+        name=ROOT_MARKS[True],
         hoverinfo="skip",
         visible=False,
         showlegend=True,
@@ -250,7 +253,7 @@ def column_labels(cells: Cells, phase: str, reference: Trace | None) -> list[str
 
 
 def column_names(cells: Cells, phase: str, reference: Trace | None, limit: int = 14) -> list[str]:
-    """Name every column group: ``47 “ apples”``, a merged one ``40–47``. Not escaped."""
+    """Name every column group: ``47:  apples``, a merged one ``40–47``. Not escaped."""
     tokens = TokenNames(reference) if reference is not None else None
     names = []
     for group in cells.columns:
@@ -261,7 +264,7 @@ def column_names(cells: Cells, phase: str, reference: Trace | None, limit: int =
         text = None
         if tokens is not None:
             text = tokens.text(number) if phase == "prefill" else tokens.generated(number)
-        names.append(f"{number}" if text is None else f"{clipped(text, limit)} {number}")
+        names.append(f"{number}" if text is None else f"{number}: {clipped(text, limit)}")
     return names
 
 
@@ -359,7 +362,7 @@ def cell_text(cells: Cells, row: int, column: int) -> str:
     surviving = int(cells.surviving[row, column])
     parts = [f"{label.label}, {origin}" if origin else label.label]
     parts.append(f"max |difference| {brief(float(cells.magnitudes[row, column]))}")
-    parts.append(count(int(cells.ulps[row, column]), "ULP", "ULP"))
+    parts.append(f"up to {int(cells.ulps[row, column]):,} ULP")
     if surviving:
         parts.append(f"{surviving:,} surviving")
     return "<br>".join(parts)

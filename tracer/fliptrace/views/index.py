@@ -10,7 +10,7 @@ from urllib.parse import quote
 from fliptrace.verdicts import Outcome
 from fliptrace.views import templating, wording
 from fliptrace.views.escaping import shorten, visible
-from fliptrace.views.story import started_elsewhere, started_in_shrink
+from fliptrace.views.origin import started_elsewhere, started_in_shrink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

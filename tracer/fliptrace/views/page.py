@@ -20,9 +20,11 @@ from fliptrace.views import heatmap, palette, templating, wording
 from fliptrace.views.boundary import boundary_figure
 from fliptrace.views.document import SCHEMA_VERSION
 from fliptrace.views.escaping import quoted, shown, visible
+from fliptrace.views.keys_values import cache_gist, cache_states
 from fliptrace.views.margin import margin_figure
+from fliptrace.views.origin import started_elsewhere, started_in_shrink
 from fliptrace.views.pooling import Array, Cells, pool
-from fliptrace.views.story import started_elsewhere, started_in_shrink, tell_story
+from fliptrace.views.story import tell_story
 from fliptrace.views.texts import pair_texts
 from fliptrace.views.wording import TokenNames, brief, exact
 
@@ -31,7 +33,13 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from fliptrace.trace import Trace
-    from fliptrace.verdicts import CoordinateDifference, PairDiff, RowDifference, TokenLogit
+    from fliptrace.verdicts import (
+        CoordinateDifference,
+        PairDiff,
+        RowDifference,
+        StepComparison,
+        TokenLogit,
+    )
 
 #: Rows of the root table; the rest is counted.
 ROOT_TABLE_ROWS = 200
@@ -67,6 +75,7 @@ def render_report(
     plotly_script = _plotly()
     cells = {name: pool(grid) for name, grid in diff.grids.items() if grid.classes.numel()}
     coordinate = _first_coordinate(diff)
+    caches = cache_states(diff)
     page: str = (
         templating.environment()
         .get_template("report.html.j2")
@@ -82,6 +91,7 @@ def render_report(
             title=visible(title),
             outcome=diff.outcome.name.lower(),
             verdict=story.verdict,
+            ran=story.passage("ran"),
             facts=_facts(diff, tokens),
             lead=[part for part in story.passages if part.key in _LEAD],
             closing=[part for part in story.passages if part.key in _CLOSING],
@@ -90,9 +100,12 @@ def render_report(
                 {"label": label.label, "kind": label.name.lower(), "meaning": meaning}
                 for label, meaning in palette.CLASS_MEANINGS.items()
             ],
+            ring=heatmap.ROOT_MARKS[diff.first_propagating is not None]
+            if diff.first_propagating or diff.first_surviving
+            else "",
             phases=_phases(diff, cells),
             boundary=_boundary_rows(coordinate, tokens) if coordinate is not None else None,
-            steps=[_step(step, diff) for step in diff.steps],
+            steps=[_step(step, diff, caches[step.step]) for step in diff.steps],
             roots=[_root(row, tokens) for row in diff.roots[:ROOT_TABLE_ROWS]],
             surviving_root_rows=diff.surviving_root_rows,
             texts=pair_texts(diff, reference, candidate),
@@ -147,17 +160,7 @@ def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
     row = started_in_shrink(diff)
     shrink = wording.row_place(row, tokens) if row is not None else "no surviving root"
     facts.append(("Where it started", started_elsewhere(diff) or shrink))
-    layers = len({entry.layer for entry in diff.cache_differences})
-    keys = sum(entry.keys for entry in diff.cache_differences)
-    values = sum(entry.values for entry in diff.cache_differences)
-    facts.append(
-        (
-            "Keys and values",
-            f"{keys:,} key and {values:,} value elements differ, in {wording.count(layers, 'layer')}"
-            if layers
-            else "no recorded element differs",
-        )
-    )
+    facts.append(("Keys and values", cache_gist(diff)))
     gaps = len(diff.coverage.not_observed) + len(diff.coverage.missing)
     facts.append(
         (
@@ -223,7 +226,7 @@ def _boundary_rows(coordinate: CoordinateDifference, tokens: TokenNames) -> dict
     }
 
 
-def _step(step: Any, diff: PairDiff) -> dict[str, Any]:
+def _step(step: StepComparison, diff: PairDiff, cache: str) -> dict[str, Any]:
     ties = [
         name
         for name, tied in (("reference", step.reference_tied), ("candidate", step.candidate_tied))
@@ -236,10 +239,10 @@ def _step(step: Any, diff: PairDiff) -> dict[str, Any]:
         "tie": wording.listed(ties),
         "flip": diff.flip is not None and diff.flip.step == step.step,
         "logits": {True: "differ", False: "equal", None: "not observed"}[step.logits_differ],
-        "latent": step.shrink_latent,
-        "surviving": step.shrink_surviving,
-        "elements": step.shrink_elements,
-        "cache": "differ" if step.cache_differs else "equal",
+        "latent": f"{step.shrink_latent:,}",
+        "surviving": f"{step.shrink_surviving:,}",
+        "elements": f"{step.shrink_elements:,}",
+        "cache": cache,
     }
 
 

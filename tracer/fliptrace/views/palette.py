@@ -41,9 +41,9 @@ EXECUTION_COLOURS = {
 MAGNITUDE_SCALE = "Viridis"
 
 CLASS_MEANINGS = {
-    CoordinateClass.EQUAL: "all FP32 bits agree",
+    CoordinateClass.EQUAL: "all bits agree",
     CoordinateClass.LATENT: "FP32 bits differ, equal after rounding",
-    CoordinateClass.SURVIVING: "still different after rounding",
+    CoordinateClass.SURVIVING: "still different after rounding (K and V: bits differ)",
     CoordinateClass.STRUCTURAL: "shape, dtype or partner missing",
     CoordinateClass.NOT_OBSERVED: "not recorded: nothing is known",
 }

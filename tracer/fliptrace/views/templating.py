@@ -15,15 +15,27 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from fliptrace.views.wording import unbroken_parts
+
 
 def environment() -> jinja2.Environment:
     """Return the environment of the page templates: everything is escaped, an undefined name is an error."""
-    return jinja2.Environment(
+    pages = jinja2.Environment(
         loader=jinja2.PackageLoader("fliptrace.views", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+    )
+    pages.filters["sentence"] = sentence
+    return pages
+
+
+def sentence(text: str) -> Markup:
+    """Escape a sentence and keep its numbers and short tokens on one line each."""
+    return Markup().join(
+        Markup('<span class="unbroken">{}</span>').format(part) if keep else part
+        for part, keep in unbroken_parts(text)
     )
 
 

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fliptrace.verdicts import Outcome
 from fliptrace.views.story import Story, tell_story
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from collections.abc import Iterable
+
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from fliptrace.trace import Trace
     from fliptrace.verdicts import PairDiff
 
 WIDTH = 80
-#: Passages of the terminal's story; the page tells the rest, too.
+#: Passages told after the first screen; the page tells the rest, too. The commands say themselves what ran.
 _PASSAGES = ("flip", "root", "cache", "propagation", "coverage", "doubts")
-#: Longest passage, in sentences, before the rest is left to the report.
-_LONGEST = {"flip": 4, "root": 8, "cache": 3, "propagation": 3, "coverage": 4, "doubts": 2}
+#: Most sentences of a passage after the first screen, before the rest is left to the report.
+_LONGEST = {
+    "flip": 2,
+    "root": 4,
+    "cache": 2,
+    "propagation": 3,
+    "coverage": 5,
+    "doubts": 3,
+}
+#: A token's leading space must not be where a line ends; no sentence holds characters for private use.
+_OPENING, _KEPT_OPENING = "“ ", "“\ue000"
 _STYLES = {
     Outcome.IDENTICAL: "bold green",
     Outcome.LATENT: "bold cyan",
@@ -27,18 +39,56 @@ _STYLES = {
 }
 
 
-def _shortened(story: Story) -> list[tuple[str, list[str]]]:
-    parts = []
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One line; a heading ends with the line or, where a gist follows on it, after ``heading`` characters."""
+
+    text: str
+    heading: int = 0
+    verdict: bool = False
+
+
+def _lines(story: Story, width: int) -> list[_Line]:
+    """Lay the story out: a first screen of verdict, flip, root and one line each for the rest, then the details."""
+    lines = [_Line(line, verdict=True) for line in textwrap.wrap(story.verdict, width)]
+    for passage in story.passages:
+        if passage.leading:
+            lines += [_Line(""), _Line(passage.heading, len(passage.heading))]
+            lines += _wrapped(passage.sentences[: passage.leading], width)
+    gists = [passage for passage in story.passages if passage.gist]
+    if gists:
+        lines.append(_Line(""))
+    for passage in gists:
+        start = f"{passage.heading}:"
+        wrapped = textwrap.wrap(f"{start} {passage.gist}.", width, subsequent_indent="  ")
+        lines.append(_Line(wrapped[0], len(start)))
+        lines += [_Line(line) for line in wrapped[1:]]
     for key in _PASSAGES:
-        passage = story.passage(key)
-        if passage is None:
+        told = story.passage(key)
+        rest = told.sentences[told.leading :] if told is not None else ()
+        if told is None or not rest:
             continue
-        sentences = list(passage.sentences[: _LONGEST[key]])
-        left = len(passage.sentences) - len(sentences)
-        if left:
-            sentences.append(f"({left} more in the report.)")
-        parts.append((passage.heading, sentences))
-    return parts
+        heading = f"{told.heading}, more" if told.leading or told.gist else told.heading
+        lines += [_Line(""), _Line(heading, len(heading))]
+        shown = list(rest[: _LONGEST[key]])
+        if len(rest) > len(shown):
+            shown.append(f"({len(rest) - len(shown)} more in the report.)")
+        lines += _wrapped(shown, width)
+    return lines
+
+
+def _wrapped(sentences: Iterable[str], width: int) -> list[_Line]:
+    return [
+        _Line(line.replace(_KEPT_OPENING, _OPENING))
+        for sentence in sentences
+        for line in textwrap.wrap(
+            sentence.replace(_OPENING, _KEPT_OPENING),
+            width,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+    ]
 
 
 def plain_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
@@ -52,23 +102,12 @@ def plain_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
     Returns:
         Lines joined by line feeds, the verdict first, ending with a line feed.
     """
-    story = tell_story(diff, reference, candidate)
-    lines = textwrap.wrap(story.verdict, WIDTH)
-    for heading, sentences in _shortened(story):
-        lines += ["", heading]
-        for sentence in sentences:
-            lines += textwrap.wrap(
-                sentence,
-                WIDTH,
-                initial_indent="  ",
-                subsequent_indent="    ",
-                break_on_hyphens=False,
-            )
-    return "\n".join(lines) + "\n"
+    lines = _lines(tell_story(diff, reference, candidate), WIDTH)
+    return "\n".join(line.text for line in lines) + "\n"
 
 
 def terminal_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> RenderableType:
-    """Return the story as something that rich prints.
+    """Return the story as something that rich prints: the lines of plain_summary, styled, at most 80 columns wide.
 
     No markup is parsed: tokens and names that look like rich's tags are shown as they are.
 
@@ -77,13 +116,21 @@ def terminal_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> Rend
         reference: the reference's trace.
         candidate: the same of the candidate.
     """
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
+    return _Styled(tell_story(diff, reference, candidate), _STYLES[diff.outcome])
 
-    story = tell_story(diff, reference, candidate)
-    parts: list[RenderableType] = [Text(story.verdict, style=_STYLES[diff.outcome])]
-    for heading, sentences in _shortened(story):
-        parts.append(Text(f"\n{heading}", style="bold"))
-        parts += [Padding(Text(sentence), (0, 0, 0, 2), expand=False) for sentence in sentences]
-    return Group(*parts)
+
+@dataclass(frozen=True, slots=True)
+class _Styled:
+    """A story for rich, laid out when the terminal's width is known."""
+
+    story: Story
+    verdict_style: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for line in _lines(self.story, min(WIDTH, options.max_width)):
+            text = Text(line.text, style=self.verdict_style if line.verdict else "")
+            if line.heading:
+                text.stylize("bold", 0, line.heading)
+            yield text

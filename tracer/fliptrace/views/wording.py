@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from fliptrace.verdicts import CoordinateDifference, RowDifference
 
 
+#: What a line break would make hard to read: numbers with a sign, exponents, short tokens in quotation marks.
+_UNBROKEN = re.compile(
+    r"“[^”]{1,28}”|layer-\d+|(?<!\w)-?\d[\d.,]*\d(?:e[-+]\d+)?|(?<!\w)\(?0x[0-9a-f]+\)?"
+)
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """Return ``1 step``, ``2 steps``, ``12,345 steps``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
@@ -165,6 +171,16 @@ def rounded_sentence(difference: CoordinateDifference) -> str:
     gap = f", {abs(report.rounded_reference - report.rounded_candidate):.3g} apart"
     many = f"; {crossed:,} boundaries lie between them" if crossed > 1 else ""
     return f"Rounded to {difference.rounded_dtype}: {values[0]} against {values[1]}{gap}{many}."
+
+
+def unbroken_parts(sentence: str) -> list[tuple[str, bool]]:
+    """Cut a sentence into parts, each with whether a view should keep it on one line where it can."""
+    parts = []
+    end = 0
+    for match in _UNBROKEN.finditer(sentence):
+        parts += [(sentence[end : match.start()], False), (match[0], True)]
+        end = match.end()
+    return [part for part in [*parts, (sentence[end:], False)] if part[0]]
 
 
 def trace_name(trace: Trace) -> str:

@@ -8,7 +8,10 @@
   const config = {
     displaylogo: false,
     responsive: true,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    // Named one by one: plotly's own set has a button that sends the chart, prompt texts included, to a server.
+    modeBarButtons: [["zoomIn2d", "zoomOut2d", "resetScale2d"], ["zoom2d", "pan2d"], ["toImage"]],
+    showSendToCloud: false,
+    plotlyServerURL: "",
     toImageButtonOptions: { format: "svg" },
   };
   const EQUAL = 0;
@@ -185,12 +188,12 @@
     const i = worstOf(map, row, column, state.rowPool, state.columnPool);
     const label = map.classes[i];
     const unit = state.phase === "prefill" ? "token position" : "step";
-    const lines = [map.rows[Math.floor(i / columns)], `${unit}: ${map.columns[i % columns]}`];
+    const lines = [map.rows[Math.floor(i / columns)], `${unit} ${map.columns[i % columns]}`];
     const origin = data.origins[map.origins[i]];
     lines.push(data.classes[label] + (origin ? `, ${origin}` : ""));
     if (label > EQUAL) {
       const ulps = map.ulps[i];
-      lines.push(`max |difference| ${Number(map.magnitudes[i].toPrecision(6))}, ${ulps.toLocaleString("en")} ULP`);
+      lines.push(`max |difference| ${Number(map.magnitudes[i].toPrecision(6))}, up to ${ulps.toLocaleString("en")} ULP`);
       if (map.surviving[i]) lines.push(`${map.surviving[i].toLocaleString("en")} surviving`);
     }
     if (state.rowPool * state.columnPool > 1 || map.pooled[0] * map.pooled[1] > 1) lines.push("(worst of the merged cells)");

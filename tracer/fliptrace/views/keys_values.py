@@ -1,0 +1,116 @@
+"""Keys and values as words: where they differ, where they are equal, and where they were not recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fliptrace.numerics import CoordinateClass
+from fliptrace.verdicts import Outcome
+from fliptrace.views import wording
+from fliptrace.views.wording import count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fliptrace.verdicts import PairDiff
+
+#: How many layers of differences are named before they are counted.
+NAMED_LAYERS = 3
+
+
+def cache_gist(diff: PairDiff) -> str:
+    """Say in one line how many key and value elements differ, or that none does or none was recorded."""
+    layers = len({entry.layer for entry in diff.cache_differences})
+    if layers:
+        keys = sum(entry.keys for entry in diff.cache_differences)
+        values = sum(entry.values for entry in diff.cache_differences)
+        return f"{keys:,} key and {values:,} value elements differ, in {wording.count(layers, 'layer')}"
+    return "no recorded element differs" if records_cache(diff) else "not recorded"
+
+
+def cache_states(diff: PairDiff) -> dict[int, str]:
+    """Say of every compared step what its keys and values did.
+
+    A step's own flag is a plain no where nothing was recorded, so equality is taken from the grids.
+
+    Returns:
+        Step -> ``differ``, ``structural``, ``equal``, ``equal where recorded`` or ``not recorded``.
+    """
+    states = {step.step: "not recorded" for step in diff.steps}
+    for phase, grid in diff.grids.items():
+        rows = [number for number, (kind, _) in enumerate(grid.rows) if kind in ("key", "value")]
+        cells = grid.classes[rows]
+        if not cells.numel():
+            continue
+        if phase == "prefill":
+            states[0] = _state(cells)
+            continue
+        states |= {step: _state(cells[:, place]) for place, step in enumerate(grid.columns)}
+    states |= {entry.step: "differ" for entry in diff.cache_differences}
+    return states | {step.step: "differ" for step in diff.steps if step.cache_differs}
+
+
+def _state(cells: Tensor) -> str:
+    classes = {CoordinateClass(value) for value in cells.unique().tolist()}
+    if classes & {CoordinateClass.LATENT, CoordinateClass.SURVIVING}:
+        return "differ"
+    if CoordinateClass.STRUCTURAL in classes:
+        return "structural"
+    if CoordinateClass.NOT_OBSERVED not in classes:
+        return "equal"
+    return "equal where recorded" if len(classes) > 1 else "not recorded"
+
+
+def records_cache(diff: PairDiff) -> bool:
+    """Say whether any key or value row was recorded and compared."""
+    return any(state != "not recorded" for state in cache_states(diff).values())
+
+
+def cache_sentences(diff: PairDiff) -> tuple[str, ...]:
+    """Tell in which layers and steps keys and values differ, the root's own step first."""
+    differences = diff.cache_differences
+    if not differences:
+        if not records_cache(diff):
+            return ("Keys and values were not recorded.",)
+        return (
+            ()
+            if diff.outcome is Outcome.IDENTICAL
+            else ("No recorded key or value element differs.",)
+        )
+    root = diff.first_propagating
+    step = root.step if root is not None else differences[0].step
+    here = [entry for entry in differences if entry.step == step]
+    sentences = []
+    for entry in here[:NAMED_LAYERS]:
+        places = [str(position) for position in entry.positions[:8]]
+        more = f" and {len(entry.positions) - 8:,} more" if len(entry.positions) > 8 else ""
+        noun = "position" if len(entry.positions) == 1 else "positions"
+        sentences.append(
+            f"Layer {entry.layer}, {wording.step_name(step)}: "
+            f"{count(entry.keys, 'key element')} and {count(entry.values, 'value element')} differ "
+            f"(of {entry.elements:,} compared), at token {noun} "
+            f"{', '.join(places)}{more}."
+        )
+    if len(here) > NAMED_LAYERS:
+        rest = here[NAMED_LAYERS:]
+        sentences.append(
+            f"In that step {count(len(rest), 'more layer')} differ: "
+            f"{count(sum(entry.keys for entry in rest), 'key element')} and "
+            f"{count(sum(entry.values for entry in rest), 'value element')}."
+        )
+    if root is not None and not here:
+        sentences.append(
+            f"No key or value element written in {_the(root.step)} differs; the first ones that do "
+            f"were written in {_the(differences[0].step)}, layer {differences[0].layer}."
+        )
+    steps = len({entry.step for entry in differences})
+    layers = len({entry.layer for entry in differences})
+    sentences.append(
+        f"Over all compared steps, keys or values differ in {count(layers, 'layer')} and "
+        f"{count(steps, 'step')}."
+    )
+    return tuple(sentences)
+
+
+def _the(step: int) -> str:
+    return "the prefill" if step == 0 else f"step {step}"

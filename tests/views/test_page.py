@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import html
 import html.parser
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from fliptrace.verdicts import Outcome
 from fliptrace.views import IndexRow, pair_html, render_index, render_report, row_html, trace_html
+from fliptrace.views.templating import sentence as keep_unbroken
 
 
 def report(pair, **options) -> str:
@@ -108,6 +110,25 @@ def test_hostile_texts_add_no_element(pairs):
     assert "<script>window.pwned=1</script>" in seen
     assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b\u2028\u2029]", seen)
     assert "⟨U+202E⟩evil" in seen
+
+
+def test_numbers_and_tokens_stay_on_one_line(pairs):
+    """Signs, exponents, options and a token's leading space do not end a line; nothing is lost or unescaped."""
+    sentence = "at -1.04e-07 (0xbe11) “ a<b” of layer-4, --operands, tie-break; x <i>"
+    marked = str(keep_unbroken(sentence))
+    kept = re.findall('<span class="unbroken">(.*?)</span>', marked)
+    assert kept == ["-1.04e-07", "(0xbe11)", "“ a&lt;b”", "layer-4", "--operands"]
+    assert html.unescape(re.sub("</?span[^>]*>", "", marked)) == sentence
+    assert "<i>" not in marked
+
+
+def test_the_ring_is_explained_only_where_it_is(pairs):
+    """It marks the first surviving propagating root, else the first surviving root, else nothing."""
+    assert "</span>first surviving propagating root</li>" in report(pairs.make())
+    absorbed = pairs.row()
+    text = report(pairs.make(first_propagating=None, first_surviving=absorbed))
+    assert "</span>first surviving root</li>" in text
+    assert "swatch ring" not in report(pairs.make(Outcome.IDENTICAL)).split("</style>", 1)[1]
 
 
 def test_the_data_is_json_that_nothing_ends_early(pairs):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: What a line break would make hard to read: numbers with a sign, exponents, short tokens in quotation marks.
 _UNBROKEN = re.compile(
-    r"“[^”]{1,28}”|layer-\d+|(?<!\w)-?\d[\d.,]*\d(?:e[-+]\d+)?|(?<!\w)\(?0x[0-9a-f]+\)?"
+    r"“[^”]{1,28}”|layer-\d+|--\w[\w-]*|(?<!\w)-?\d[\d.,]*\d(?:e[-+]\d+)?|(?<!\w)\(?0x[0-9a-f]+\)?"
 )
 
 

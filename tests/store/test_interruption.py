@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fliptrace.store import TraceReader, TraceWriter, open_trace
+from fliptrace.errors import InputError
+from fliptrace.store import TraceReader, TraceWriter, copy_trace, open_trace, verify_trace
 
 FOLDER = Path(__file__).parent
 
@@ -91,6 +92,22 @@ def test_killed_recording_on_read_only_media(samples, tmp_path):
         assert len(list(place.iterdir())) == 2
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_copy_of_a_killed_recording_has_its_steps(samples, tmp_path):
+    """They lie in the log beside it; the copy is one private file, checked and as incomplete as the recording."""
+    (result,) = run_script("record_and_die.py", tmp_path, 1)
+    source, target = Path(result["path"]), tmp_path / "copies" / "one.trace"
+    target.parent.mkdir()
+    copy_trace(source, target)
+    kept = steps_as_written(samples, target)
+    assert kept == steps_as_written(samples, source) >= result["acknowledged"] + 1
+    assert verify_trace(target) == []
+    assert not open_trace(target).closing.complete
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert target.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InputError, match="exists"):
+        copy_trace(source, target)
 
 
 def check_full(samples, path, result):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fliptrace.analysis import compare
 from fliptrace.errors import InputError, StorageError
 from fliptrace.pair.divergence import Divergence
-from fliptrace.store import open_trace
+from fliptrace.store import copy_trace, open_trace
 from fliptrace.trace import Trace
 from fliptrace.verdicts import Outcome, PairDiff
 
@@ -63,6 +63,8 @@ class Pair:
         self.reference = reference
         self.candidate = candidate
         self.attempts = attempts
+        # A notebook may change its working directory before it saves.
+        self._files = tuple(Path(trace.name).absolute() for trace in (reference, candidate))
         self._forget_folder = (
             weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
             if temporary is not None
@@ -79,9 +81,14 @@ class Pair:
 
     @property
     def divergence(self) -> Divergence | None:
-        """The first surviving difference: of a root that propagates, else of any root, else of a variant."""
+        """The first surviving difference: of a root that propagates, else of any root, else of a variant.
+
+        Of variants only the first is known: None where that one is latent, even if a later one survives.
+        """
         diff = self.diff
         row = diff.first_propagating or diff.first_surviving or diff.first_variant
+        if row is not None and not row.surviving:
+            row = None
         return None if row is None else Divergence.of(row)
 
     def heatmap(self, phase: str = "prefill", colour: str = "class") -> Figure:
@@ -127,8 +134,8 @@ class Pair:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            for trace, name in ((self.reference, REFERENCE_NAME), (self.candidate, CANDIDATE_NAME)):
-                shutil.copy2(trace.name, scratch / name)
+            for file, name in zip(self._files, (REFERENCE_NAME, CANDIDATE_NAME), strict=True):
+                copy_trace(file, scratch / name)
             self.write_report(scratch, command=command)
             scratch.chmod(0o755)
             move_into_place(scratch, target)
@@ -238,7 +245,10 @@ def require_new(directory: Path) -> None:
         InputError: it is not empty, or no folder.
     """
     try:
-        taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+        target = (
+            directory.resolve()
+        )  # a new name followed by .. does not exist, but what it leads to may
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:
         raise InputError(
             f"output folder {directory} cannot be looked into ({error}); name a new one"
@@ -247,7 +257,7 @@ def require_new(directory: Path) -> None:
         raise InputError(
             f"output folder {directory} exists and is not empty; name a new one, nothing was changed"
         )
-    if directory.resolve() == Path.cwd():
+    if target == Path.cwd():
         raise InputError("the output folder is the working directory; name a new one inside it")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fliptrace.store.copying import copy_trace
 from fliptrace.store.pairing import PairedReader, StepPair, paired_steps
 from fliptrace.store.parquet_export import export_parquet
 from fliptrace.store.reader import TraceReader, open_trace
@@ -14,6 +15,7 @@ __all__ = [
     "StepPair",
     "TraceReader",
     "TraceWriter",
+    "copy_trace",
     "export_parquet",
     "export_safetensors",
     "open_trace",

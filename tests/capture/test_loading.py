@@ -77,6 +77,17 @@ def test_a_real_dora_adapter_is_refused(llama_folders, tiny, tmp_path):
         load(model, folder)
 
 
+def test_a_randomised_initialisation_is_refused(llama_folders, tiny, tmp_path):
+    """PEFT would give the base model other weights at every load; a plain decomposition is stated."""
+    model, adapter = llama_folders
+    random = tiny.copy_adapter(adapter, tmp_path / "a", init_lora_weights="pissa_niter_4")
+    with pytest.raises(UnsupportedModelError, match=r"pissa_niter_4.*randomised"):
+        load_model(str(model), str(random), device="cpu")
+    plain = tiny.copy_adapter(adapter, tmp_path / "b", init_lora_weights="olora")
+    loaded = load_model(str(model), str(plain), device="cpu")
+    assert loaded.description["adapter"]["initialisation"] == "olora"
+
+
 @pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING", None])
 def test_other_peft_types_are_refused(llama_folders, tiny, tmp_path, kind):
     """Only LORA has shrinks."""

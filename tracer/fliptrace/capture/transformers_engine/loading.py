@@ -120,6 +120,8 @@ def load_model(
         if isinstance(configuration.get("target_modules"), list)
         else configuration.get("target_modules"),
         "dtype": str(model_dtype).removeprefix("torch."),
+        # Some (pissa, olora) make PEFT change the base weights on loading, which the model's hash does not show.
+        "initialisation": configuration.get("init_lora_weights"),
         "scaling": "applied after expand (PEFT); the shrink is unscaled",
         "scaling_values": sorted(set(scalings.values())),
         "scaling_sha256": hashlib.sha256(json.dumps(scalings, sort_keys=True).encode()).hexdigest(),
@@ -253,6 +255,13 @@ def _check_adapter(folder: Path) -> dict[str, Any]:
                 f"{folder} uses {name} ({setting}={configuration[setting]!r}); its result is not x·Aᵀ·Bᵀ, so a "
                 "trace of shrinks would be wrong. Plain LoRA and rsLoRA are supported"
             )
+    if str(configuration.get("init_lora_weights")).startswith("pissa_niter"):
+        raise UnsupportedModelError(
+            f"{folder} was initialised with init_lora_weights={configuration['init_lora_weights']!r}: PEFT changes the "
+            "base weights by a randomised decomposition whenever it loads such an adapter, so no two loads compute "
+            "the same model. Convert it to plain LoRA with peft's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)"
+        )
     return dict(configuration)
 
 

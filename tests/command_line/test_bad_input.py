@@ -40,6 +40,7 @@ PAIR_CASES = {
     "NaN logits": ("--model {broken}/nan", ["NaN", "step 0"]),
     "empty prompt": ("--prompt=", ["empty", "command line"]),
     "white prompt": ("--prompt ___", ["empty"]),
+    "prompt no UTF-8": ("--prompt w\udcff", ["command line", "UTF-8"]),
     "prompt too long": (f"--prompt {'w5_' * 200}", ["200", "160", "shorten"]),
     "prompt fills the context": (f"--prompt {'w5_' * 160}", ["160", "room"]),
     "prompt file missing": ("--prompt-file {root}/nothing", ["nothing", "cannot be read"]),

@@ -329,6 +329,17 @@ def test_a_closed_pipe_is_one_line(spawned, stored):
     assert "closed" in result.err
 
 
+@pytest.mark.parametrize(
+    "option", [("--dtype", "float32"), ("--attention", "eager"), ("--no-chat-template",)]
+)
+def test_the_demonstration_ignores_no_option(typed, tmp_path, option):
+    """What it would not do is refused."""
+    result = typed("trace-pair", "--demo", *option, "--out", tmp_path / "demo")
+    assert result.code == 2
+    assert option[0] in result.err
+    assert not (tmp_path / "demo").exists()
+
+
 def test_the_demonstration_falls_back_to_the_recorded_pair(typed, tmp_path):
     """When no seed flips within the budget, the pair that ships is opened, and said to be a recorded one."""
     out = tmp_path / "demo"

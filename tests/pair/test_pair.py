@@ -8,9 +8,11 @@ from pathlib import Path
 
 import plotly.graph_objects
 import pytest
+import torch
 
 from fliptrace.errors import InputError, StorageError, TraceMismatchError, TraceReadError
 from fliptrace.pair import Pair, diff_traces, load_pair, trace_pair
+from fliptrace.pair.divergence import Divergence
 from fliptrace.pair.pair import require_new
 from fliptrace.verdicts import Outcome
 
@@ -199,3 +201,52 @@ def test_progress_is_told(traced):
     assert stages[0] == "observer control"
     assert stages[1:] == ["reference", "candidate 1 of at most 1", "comparing"]
     assert ("reference", 3, 3) in told
+
+
+def test_traces_are_found_from_another_folder(traced, tmp_path, monkeypatch):
+    """A pair of relative paths is saved from wherever the notebook has gone, not from what lies there."""
+    traced().save(tmp_path / "kept")
+    traced("w5 w6 w9").save(tmp_path / "elsewhere" / "kept")
+    monkeypatch.chdir(tmp_path)
+    with load_pair("kept") as pair:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        again = pair.save(tmp_path / "again").parent
+    for name in ("reference.trace", "candidate.trace"):
+        assert (again / name).read_bytes() == (tmp_path / "kept" / name).read_bytes()
+
+
+def test_a_new_name_with_dots_after_it_is_what_it_leads_to(tmp_path, monkeypatch):
+    """new/../.. does not exist, but the folder that it resolves to does, and is not empty."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match="not empty"):
+        require_new(Path("new/../.."))
+    require_new(Path("new/../other"))
+
+
+def test_a_latent_variant_is_no_surviving_difference(traced):
+    """With two reductions the first difference is a variant; divergence has it only where it survives."""
+    pair = traced(reduction="deterministic:8", candidate_reduction="unsplit")
+    assert pair.diff.first_variant is not None
+    if pair.diff.first_variant.surviving:
+        assert pair.divergence == Divergence.of(pair.diff.first_variant)
+    else:
+        assert pair.divergence is None
+        assert "surviving difference at" not in repr(pair)
+
+
+def test_a_callers_inference_mode_does_no_harm(traced):
+    """Recorders read version counters, which inference tensors lack."""
+    with torch.inference_mode():
+        assert traced(modules=True).diff.to_json() == traced(modules=True).diff.to_json()
+
+
+def test_redacted_traces_of_two_recordings_are_not_called_different_prompts(traced, tmp_path):
+    """Their keys differ, so whether the prompts do is not known."""
+    first = traced(redact=True).save(tmp_path / "first").parent
+    second = traced(redact=True).save(tmp_path / "second").parent
+    plain = traced().save(tmp_path / "plain").parent
+    for one, other in ((first, second), (plain, second)):
+        with pytest.raises(TraceMismatchError, match=r"redacted.*not known") as caught:
+            diff_traces(one / "reference.trace", other / "candidate.trace")
+        assert "first differ" not in str(caught.value)

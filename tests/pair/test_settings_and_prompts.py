@@ -27,6 +27,8 @@ from fliptrace.pair.prompts import GSM8K_INSTRUCTION, parse_selection
     [
         ({"attempts": 0}, "attempts must be at least 1; got 0"),
         ({"max_new_tokens": 0}, "max new tokens must be at least 1; got 0"),
+        ({"attempts": "3"}, "attempts must be a whole number; got '3'"),
+        ({"max_new_tokens": 2.0}, "max new tokens must be a whole number; got 2.0"),
         ({"until": "never"}, "'never'"),
         ({"seed": -1}, "got -1"),
         ({"seed": 2**63 - 1}, "2\\^63"),
@@ -96,6 +98,26 @@ def test_a_template_that_refuses(engine, monkeypatch):
     monkeypatch.setattr(engine.loaded.tokenizer, "chat_template", refusing)
     with pytest.raises(InputError, match=r"only polite questions.*--no-chat-template"):
         encode_prompt(engine.loaded.tokenizer, "w5")
+
+
+def test_an_engine_has_its_adapter(engine, models):
+    """A second one would be ignored, and so would a prompt in its place."""
+    for arguments in ((str(models.adapter), "w5"), ("w5",)):
+        with pytest.raises(InputError, match="has its adapter already"):
+            trace_pair(engine, *arguments)
+
+
+@pytest.mark.parametrize("prompt", [None, [5, 6], b"w5"])
+def test_a_prompt_of_another_type(engine, prompt):
+    """Ids need a Prompt around them."""
+    with pytest.raises(InputError, match="a text or a Prompt"):
+        trace_pair(engine, prompt=prompt)
+
+
+def test_a_prompt_that_is_no_text(engine):
+    """What Python makes of bytes that are no UTF-8 on a command line."""
+    with pytest.raises(InputError, match="character 1"):
+        trace_pair(engine, prompt="w\udcff")
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t "])

@@ -46,6 +46,8 @@ def check_identity(reference: Trace, candidate: Trace) -> None:
         before, after = reference.manifest.get(key), candidate.manifest.get(key)
         if before == after:
             continue
+        if "prompt" in key:
+            _refuse_redacted(reference, candidate)
         where = _first_differing_prompt_id(reference, candidate) if "prompt" in key else ""
         raise TraceMismatchError(
             f"two traces can be compared only when {key} is equal; {reference.name} has {before!r} and "
@@ -58,6 +60,22 @@ def check_identity(reference: Trace, candidate: Trace) -> None:
             f"{_described(before)} and {candidate.name} has {_described(after)}; record both with the same engine"
         )
     _check_sites_overlap(reference, candidate)
+
+
+def _refuse_redacted(reference: Trace, candidate: Trace) -> None:
+    """Say of redacted traces that they cannot be compared, instead of calling their prompts different."""
+    names = [
+        trace.name
+        for trace in (reference, candidate)
+        if trace.manifest.get("recording.redacted", False)
+    ]
+    if names:
+        raise TraceMismatchError(
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} redacted, and the prompts' keyed hashes "
+            f"differ: token ids can be compared only within one redacted recording, whose traces share a key that is "
+            "not stored, so whether the prompts are equal is not known; record both executions in one run, or without "
+            "--redact"
+        )
 
 
 def _described(sites: Any) -> str:
@@ -153,10 +171,10 @@ def _length_notes(reference: Trace, candidate: Trace, steps: int) -> Iterator[st
                 "acknowledged steps is known."
             )
         if len(trace.steps) > steps:
-            yield (
-                f"Steps {steps} to {len(trace.steps) - 1} exist in the {name} only and were not compared; no token "
-                "differs before them."
-            )
+            last = len(trace.steps) - 1
+            which = f"Step {last} exists" if last == steps else f"Steps {steps} to {last} exist"
+            was = "was" if last == steps else "were"
+            yield (f"{which} in the {name} only and {was} not compared; no token differs before.")
 
 
 def read_frames(trace: Trace, step: StepRecord) -> dict[Kind, Frame]:

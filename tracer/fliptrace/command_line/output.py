@@ -86,7 +86,12 @@ def _search(pair: Pair, attempts: int, at_most: int) -> str:
     """Say how long the search was: one pair in twenty tells something else than the first."""
     if pair.diff.outcome is Outcome.TOKEN:
         return f"Search: candidate {attempts} of at most {at_most} is the first that chose another token."
-    return (
-        f"Search: {attempts} of at most {at_most} candidates ran, none chose another token; "
-        "the last is compared here."
+    candidates = (
+        f"{attempts} of at most {at_most} candidates ran" if at_most > 1 else "1 candidate ran"
     )
+    if attempts < at_most:
+        return (
+            f"Search: {candidates}; the last, compared here, is the first that differed as --fail-on asked, though it "
+            "chose the same tokens."
+        )
+    return f"Search: {candidates} and chose the same tokens; the last is compared here."

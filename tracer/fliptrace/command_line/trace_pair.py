@@ -262,6 +262,10 @@ def trace_pair(
             )
         if device not in ("auto", "cpu"):
             raise InputError(f"--demo runs on the CPU; got --device {device}")
+        if dtype is not DtypeName.AUTO or attention is not AttentionName.SDPA or no_chat_template:
+            raise InputError(
+                "--demo shows the bundled model as it is; leave out --dtype, --attention and --no-chat-template"
+            )
         from fliptrace.command_line.demo import run_demo
 
         return run_demo(settings, output, str(fail_on))

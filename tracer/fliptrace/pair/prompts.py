@@ -73,15 +73,23 @@ def encode_prompt(
 
 
 def require_text(text: str, source: str) -> None:
-    """Refuse an empty prompt.
+    """Refuse an empty prompt, and one that is no text.
 
     Raises:
-        InputError: there is nothing but white space.
+        InputError: there is nothing but white space, or bytes that are no UTF-8 (as surrogates, which Python makes of
+            them on a command line).
     """
     if not text.strip():
         raise InputError(
             f"the prompt ({source}) is empty; give at least one character that is not white space"
         )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the prompt ({source}) is no valid Unicode text: character {error.start} is half of one or a byte that is "
+            "no UTF-8"
+        ) from error
 
 
 def read_dataset(specification: str, select: Sequence[int]) -> list[tuple[str, str]]:

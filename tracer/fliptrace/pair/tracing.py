@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fliptrace.analysis import compare
 from fliptrace.errors import InputError, StorageError
 from fliptrace.manifest import Manifest
@@ -74,6 +76,13 @@ class PairSettings:
         Raises:
             InputError: which, and what is allowed.
         """
+        for what, number in (
+            ("attempts", self.attempts),
+            ("max new tokens", self.max_new_tokens),
+            ("seed", self.seed),
+        ):
+            if not isinstance(number, int):
+                raise InputError(f"{what} must be a whole number; got {number!r}")
         if self.attempts < 1:
             raise InputError(f"attempts must be at least 1; got {self.attempts}")
         if self.max_new_tokens < 1:
@@ -157,7 +166,13 @@ def trace_pair(
     )
     chosen.check()
     if isinstance(prompt, str):
+        if not isinstance(model, (str, Path)) and adapter is not None:
+            raise InputError(
+                "an engine has its adapter already; give the prompt alone: trace_pair(engine, prompt=...)"
+            )
         require_text(prompt, "given")
+    elif not isinstance(prompt, Prompt):
+        raise InputError(f"prompt must be a text or a Prompt; got {type(prompt).__name__}")
     if isinstance(model, (str, Path)):
         if adapter is None:
             raise InputError(
@@ -181,6 +196,9 @@ def trace_pair(
         raise
 
 
+@torch.inference_mode(
+    False
+)  # a caller's inference mode makes tensors without the version counters that recorders read
 def _trace_in(
     folder: Path,
     engine: TransformersEngine,

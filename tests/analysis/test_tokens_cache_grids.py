@@ -69,6 +69,21 @@ def test_logits_of_the_flip_step_stay_out_of_the_statistics(kit):
     assert [step.logits_differ for step in diff.steps] == [False, True, False, True]
 
 
+def test_equal_infinities_do_not_differ(kit):
+    """Two infinite logits are a tie of margin 0, and as far apart in both executions as they are: not at all."""
+    ends = {"top_values": (math.inf, math.inf), "tied": 2}
+    one, other = (kit.with_step(kit.make_trace(), 1, **ends) for _ in range(2))
+    for place in (0, 1):
+        change = kit.set_to((place,), math.inf)
+        one, other = (
+            kit.edited(trace, 1, Kind.LOGITS_TOP, "logits", change) for trace in (one, other)
+        )
+    other = kit.edited(other, 1, Kind.LOGITS_TOP, "logits", kit.set_to((5,), 2.5))
+    step = compare(one, other).steps[1]
+    assert (step.reference_margin, step.candidate_margin) == (0.0, 0.0)
+    assert step.largest_logit_difference == 0.5
+
+
 def test_unrecorded_logits_are_not_equal(kit):
     """Without a digest equal top lists do not make equal logits."""
     drop = (Kind.LOGITS_DIGEST,)

@@ -167,7 +167,11 @@ def test_an_example_with_a_value_on_each_side():
 
 
 def exact_boundaries(bits, dtype):
-    """The midpoints next to a 16-bit pattern as fractions: towards zero and away from it."""
+    """The midpoints next to a 16-bit pattern as fractions: towards zero and away from it.
+
+    Where infinity comes next, the other is the value that would: rounding overflows in the middle (IEEE 754, 4.3.1).
+    """
+    beyond = Fraction(2) ** (FORMATS[dtype][2] + 1)
     here = value_of_sixteen(bits, dtype)
     magnitude, sign = bits & 0x7FFF, bits & 0x8000
     found = []
@@ -176,8 +180,9 @@ def exact_boundaries(bits, dtype):
             other = value_of_sixteen((sign ^ 0x8000) | 1, dtype)
         else:
             other = value_of_sixteen(sign | neighbour, dtype)
-        if other is not None:
-            found.append((here + other) / 2)
+        if other is None:
+            other = -beyond if sign else beyond
+        found.append((here + other) / 2)
     return found
 
 
@@ -194,10 +199,12 @@ def test_nearest_boundary_is_exact(dtype, bits):
     value = value_of(bits)
     rounded = specified_rounding(bits, dtype)
     found = nearest_boundary(value, dtype)
-    if rounded is None or value_of_sixteen(rounded, dtype) is None:
+    if not math.isfinite(value):
         assert found is None
         return
     exact = Fraction(value)
+    if value_of_sixteen(rounded, dtype) is None:  # its boundaries are those of the largest value
+        rounded -= 1
     candidates = exact_boundaries(rounded, dtype)
     nearest = min(abs(exact - one) for one in candidates)
     assert found is not None
@@ -252,6 +259,32 @@ def test_reports_without_a_boundary():
     full = boundary_report(1.0, 1.5, torch.float32)
     assert (full.boundary, full.boundaries_crossed) == (None, 0)
     assert (full.rounded_reference, full.rounded_candidate) == (1.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "crossed", "on_boundary"),
+    [
+        (65519.0, 65521.0, 1, (False, False)),
+        (65521.0, 65519.0, 1, (False, False)),
+        (65519.0, 65520.0, 1, (False, True)),
+        (65519.0, 65519.5, 0, (False, False)),
+        (65521.0, 70000.0, 0, (False, False)),
+        (70000.0, 65472.0, 2, (False, False)),
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_overflow_has_a_boundary(reference, candidate, crossed, on_boundary, sign):
+    """Beyond the largest FP16 value 65504 rounding goes to infinity from 65520 on."""
+    report = boundary_report(sign * reference, sign * candidate, torch.float16)
+    assert report.boundary == sign * 65520.0
+    assert report.boundaries_crossed == crossed
+    assert (report.reference_on_boundary, report.candidate_on_boundary) == on_boundary
+    assert report.reference_distance == sign * (reference - 65520.0)
+
+
+def test_no_number_of_boundaries_lies_beside_nan():
+    """NaN is nowhere on the number line."""
+    assert boundary_report(math.nan, 1.0, torch.bfloat16).boundaries_crossed == 0
 
 
 @settings(max_examples=200)

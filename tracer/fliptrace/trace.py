@@ -213,7 +213,8 @@ class StepRecord:
     @property
     def margin(self) -> float:
         """Largest logit minus the second largest; 0.0 is a tie."""
-        return self.top_values[0] - self.top_values[1]
+        largest, second = self.top_values
+        return 0.0 if largest == second else largest - second  # two infinities are a tie too
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value."""

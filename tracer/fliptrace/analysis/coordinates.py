@@ -164,7 +164,8 @@ def boundary_reports(
             BoundaryReport(one, other, None, 0, False, False, None, None)
             for one, other in zip(*shown, strict=True)
         ]
-    crossed = ulp_distance(*rounded)
+    numbers = ~(exact[0].isnan() | exact[1].isnan())
+    crossed = ulp_distance(*rounded) * numbers
     nearest = [_nearest_boundaries(values, dtype) for values in exact]
     on_boundary = [(near == values).tolist() for near, values in zip(nearest, exact, strict=True)]
     between = _boundaries_between(rounded[0], rounded[1])
@@ -189,9 +190,11 @@ def boundary_reports(
 
 
 def _towards(values: Tensor, upwards: Tensor) -> Tensor:
-    """Return the neighbours of 16-bit values, float64."""
+    """Return the neighbours of finite 16-bit values, float64; of the largest, where the next would lie."""
     direction = torch.where(upwards, torch.inf, -torch.inf).to(values.dtype)
-    return torch.nextafter(values, direction).to(torch.float64)
+    neighbours = torch.nextafter(values, direction).to(torch.float64)
+    before = torch.nextafter(values, -direction).to(torch.float64)
+    return torch.where(neighbours.isinf(), 2 * values.to(torch.float64) - before, neighbours)
 
 
 def _nearest_boundaries(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,7 +203,8 @@ def _nearest_boundaries(values: Tensor, dtype: torch.dtype) -> Tensor:
     Each value lies between the two midpoints around its rounded value. Twice the value against their sum decides which
     is nearer; both are exact in float64, which the distances themselves are not always.
     """
-    rounded = values.to(torch.float32).to(dtype)
+    largest = torch.finfo(dtype).max
+    rounded = values.to(torch.float32).to(dtype).clamp(-largest, largest)
     as_double = rounded.to(torch.float64)
     lower, upper = (
         (as_double + _towards(rounded, torch.full_like(values, up, dtype=torch.bool))) / 2
@@ -210,14 +214,15 @@ def _nearest_boundaries(values: Tensor, dtype: torch.dtype) -> Tensor:
     # Of two that are equally near, the one of larger magnitude; of equal magnitudes, the lower.
     take_upper = (twice > total) | ((twice == total) & (upper.abs() > lower.abs()))
     nearest = torch.where(take_upper, upper, lower)
-    nearest = torch.where(lower.isfinite(), nearest, upper)
-    nearest = torch.where(upper.isfinite(), nearest, lower)
-    known = values.isfinite() & as_double.isfinite() & nearest.isfinite()
-    return torch.where(known, nearest, torch.nan)
+    return torch.where(values.isfinite(), nearest, torch.nan)
 
 
 def _boundaries_between(reference: Tensor, candidate: Tensor) -> Tensor:
     """Return the boundary next to each rounded reference on the candidate's side, NaN where there is none."""
     one, other = reference.to(torch.float64), candidate.to(torch.float64)
-    midpoint = (one + _towards(reference, other > one)) / 2
-    return torch.where((one != other) & midpoint.isfinite(), midpoint, torch.nan)
+    # From infinity the first boundary is that of the largest value, on infinity's side.
+    upwards = torch.where(one.isinf(), one > 0, other > one)
+    largest = torch.finfo(reference.dtype).max
+    within = reference.clamp(-largest, largest)
+    midpoint = (within.to(torch.float64) + _towards(within, upwards)) / 2
+    return torch.where(one != other, midpoint, torch.nan)

@@ -121,13 +121,11 @@ def _largest_difference(reference: StepLogits, candidate: StepLogits) -> float |
     for one, other in ((reference, candidate), (candidate, reference)):
         paired = one.at(other)
         if paired is not None and len(paired):
-            largest = float((paired - other.logits).abs().max())
-            if largest == largest:
-                return largest
+            differs = paired != other.logits  # infinities that are equal have no difference to take
+            return float((paired - other.logits)[differs].abs().max()) if differs.any() else 0.0
     common = reference.values.keys() & candidate.values.keys()
-    return max(
-        (abs(reference.values[token] - candidate.values[token]) for token in common), default=None
-    )
+    pairs = [(reference.values[token], candidate.values[token]) for token in common]
+    return max((abs(one - other) if one != other else 0.0 for one, other in pairs), default=None)
 
 
 def describe_flip(

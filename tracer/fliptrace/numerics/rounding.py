@@ -101,7 +101,7 @@ class BoundaryReport:
         boundary: the boundary between the two rounded values that is nearest to the reference, or, when both round
             alike, the boundary nearest to the reference; None where there is none (NaN, infinity, an FP32 model).
         boundaries_crossed: how many boundaries lie between the two values: the distance of the rounded values in ULP
-            of the 16-bit type.
+            of the 16-bit type; 0 where one is NaN.
         reference_on_boundary: the reference lies exactly on a boundary (a tie, rounded to even).
         candidate_on_boundary: likewise for the candidate.
         reference_distance: reference - boundary, rounded once to float64 (exact unless the two differ by a factor of
@@ -128,18 +128,14 @@ def nearest_boundary(value: float, dtype: torch.dtype) -> float | None:
 
     Returns:
         The midpoint of two neighbouring 16-bit values, exact in float64; of two that are equally near, the one of
-        larger magnitude. None for NaN, infinities, values beyond the largest boundary, and FP32.
+        larger magnitude. Beyond the largest value it is the one at which rounding overflows. None for NaN, infinities,
+        and FP32.
     """
     if dtype not in SIXTEEN_BIT_TYPES or not math.isfinite(value):
         return None
-    rounded = torch.tensor(value, dtype=torch.float32).to(dtype)
-    if not math.isfinite(float(rounded)):
-        return None
-    neighbours = [
-        float(torch.nextafter(rounded, torch.tensor(direction, dtype=dtype)))
-        for direction in (-math.inf, math.inf)
-    ]
-    midpoints = [(float(rounded) + other) / 2 for other in neighbours if math.isfinite(other)]
+    largest = torch.finfo(dtype).max
+    rounded = torch.tensor(value, dtype=torch.float32).to(dtype).clamp(-largest, largest)
+    midpoints = [_midpoint(rounded, direction) for direction in (-math.inf, math.inf)]
     return min(
         midpoints, key=lambda midpoint: (abs(Fraction(midpoint) - Fraction(value)), -abs(midpoint))
     )
@@ -162,7 +158,8 @@ def boundary_report(reference: float, candidate: float, dtype: torch.dtype) -> B
     pair = torch.tensor([reference, candidate], dtype=torch.float32)
     rounded = round_to(pair, dtype)
     has_boundary = dtype in SIXTEEN_BIT_TYPES
-    crossed = int(ulp_distance(rounded[:1], rounded[1:])[0]) if has_boundary else 0
+    is_number = not (math.isnan(reference) or math.isnan(candidate))
+    crossed = int(ulp_distance(rounded[:1], rounded[1:])[0]) if has_boundary and is_number else 0
     on_boundary = []
     for value in (reference, candidate):
         near = nearest_boundary(value, dtype)
@@ -190,11 +187,22 @@ def _boundary_towards(
     """Return the boundary between the rounded reference and its neighbour on the candidate's side."""
     if rounded_reference == rounded_candidate:  # +0 and -0: no midpoint between them
         return None
-    direction = math.inf if rounded_candidate > rounded_reference else -math.inf
-    neighbour = float(
-        torch.nextafter(
-            torch.tensor(rounded_reference, dtype=dtype), torch.tensor(direction, dtype=dtype)
+    if math.isinf(rounded_reference):  # the finite values begin where the largest one rounds up
+        return _midpoint(
+            torch.tensor(math.copysign(torch.finfo(dtype).max, rounded_reference), dtype=dtype),
+            rounded_reference,
         )
-    )
-    midpoint = (rounded_reference + neighbour) / 2
-    return midpoint if math.isfinite(midpoint) else None
+    direction = math.inf if rounded_candidate > rounded_reference else -math.inf
+    return _midpoint(torch.tensor(rounded_reference, dtype=dtype), direction)
+
+
+def _midpoint(value: torch.Tensor, direction: float) -> float:
+    """Return the middle between a finite 16-bit value and its neighbour in a direction, exact in float64.
+
+    The largest value's neighbour is where the next one would lie without infinity: rounding overflows at that middle.
+    """
+    neighbour = float(torch.nextafter(value, torch.tensor(direction, dtype=value.dtype)))
+    if math.isinf(neighbour):
+        before = float(torch.nextafter(value, torch.tensor(-direction, dtype=value.dtype)))
+        neighbour = 2 * float(value) - before
+    return (float(value) + neighbour) / 2

@@ -145,7 +145,10 @@ class StepReader:
         self._same_reduction = same_reduction
         self._layouts = LayoutPairs()
         self._sites: dict[int, tuple[LayoutPair, tuple[str, ...], tuple[Tensor, ...]]] = {}
-        self._equal: dict[tuple[int, tuple[int, ...]], StepEvidence] = {}
+        # Keyed by the pairs' identities, so the pairs are kept: an address is used again once its object is gone.
+        self._equal: dict[
+            tuple[int, tuple[int, ...]], tuple[tuple[LayoutPair, ...], StepEvidence]
+        ] = {}
 
     def pair(self, reference: Frame, candidate: Frame) -> LayoutPair:
         """Return the pairing of two frames' layouts."""
@@ -175,9 +178,10 @@ class StepReader:
         shape = (len(step.token_ids), tuple(id(pair) for pair in pairs.values()))
         known = self._equal.get(shape)
         if known is None:
-            known = self._equal[shape] = self._read(step, reference, candidate, differing)
+            evidence = self._read(step, reference, candidate, differing)
+            known = self._equal[shape] = (tuple(pairs.values()), evidence)
         return replace(
-            known, step=step.step, first_position=step.first_position, logits_differ=None
+            known[1], step=step.step, first_position=step.first_position, logits_differ=None
         )
 
     def _read(

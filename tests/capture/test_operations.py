@@ -127,6 +127,51 @@ def test_a_fault_in_a_shrink_stays_the_shrinks(llama, tiny, record):
     assert found.root_rows == 1
 
 
+@pytest.fixture(scope="module")
+def sorted_experts(tiny, tmp_path_factory):
+    """A tiny Mixtral whose tokens go to one expert each: sorted by expert they are as many rows, in another order."""
+    from transformers import MixtralConfig
+
+    root = tmp_path_factory.mktemp("mixtral")
+    configuration = MixtralConfig(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        initializer_range=0.06,
+    )
+    model = tiny.write_model(root / "model", configuration)
+    adapter = tiny.write_adapter(root / "adapter", model, target_modules=["q_proj", "o_proj"])
+    return TransformersEngine(load_model(str(model), str(adapter), device="cpu"))
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_rows_that_change_places_blame_no_operation(
+    sorted_experts, tiny, record, monkeypatch, implementation
+):
+    """A difference that enters at a shrink is followed through the experts, and nothing else is called a root."""
+    engine, prompt = sorted_experts, tiny.prompt_ids(12)
+    monkeypatch.setattr(engine.model.config, "_experts_implementation", implementation)
+    reference, _ = record(engine, prompt, tokens=2, modules=True)
+    for row in range(len(prompt)):
+
+        def perturbed(site, operand, z, row=row):
+            if site == 0 and len(z) == len(prompt):
+                z[row, 3] += 1.0
+            return z
+
+        candidate, _ = record(
+            engine, prompt, tokens=2, modules=True, during=engine.intercepted(perturbed)
+        )
+        found = compare(reference, candidate)
+        assert found.foreign_root is None, found.foreign_root
+        assert found.first_propagating.position == row
+
+
 @pytest.mark.parametrize(("reduction", "seeds"), [("unsplit", (None, None)), ("atomic:8", (4, 4))])
 def test_equal_runs_have_equal_operations(engine, tiny, record, reduction, seeds):
     """Nothing differs where nothing was planted."""

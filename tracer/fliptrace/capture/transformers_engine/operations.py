@@ -10,8 +10,9 @@ Which rows an output row depends on:
 * operations that work row by row (linear with a weight, element-wise, norms): the same row of every input, and the
   whole of any input that has no token rows;
 * scaled dot product attention: its own query row, and every key and value row up to its own position;
-* everything else, with more than one input that is no weight (matrix products of activations): its own row of the
-  first input, and the whole of the others.
+* matrix products of activations: its own row of the first input, and the whole of the others;
+* sums that take rows from elsewhere (where experts' results are gathered): the whole of every input. Picking rows
+  without adding them only moves data.
 
 Equal dependencies with unequal output are therefore evidence against that operation and nothing else. The rule errs to
 one side: a row may be called inherited although its difference arose here. A kernel that bypasses PyTorch's dispatcher
@@ -42,7 +43,12 @@ _MOVES_DATA = frozenset(
     """cat clone copy_ _to_copy contiguous stack index_select select_scatter slice_scatter fill_ zero_ zeros ones empty
     empty_like zeros_like ones_like full full_like arange scalar_tensor lift_fresh _local_scalar_dense item detach
     new_empty new_zeros new_ones new_full empty_strided eye repeat expand_as unbind is_same_size equal is_nonzero
-    repeat_interleave to""".split()
+    repeat_interleave to index gather take flip roll""".split()
+)
+#: Rows of the result come from rows of other numbers, and may be sums of several.
+_MIXES_ROWS = frozenset(
+    """index_add index_put _index_put_impl scatter scatter_add scatter_reduce index_reduce cumsum cumprod
+    logcumsumexp""".split()
 )
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 _PRODUCTS = frozenset("mm bmm addmm baddbmm matmul einsum dot mv addmv convolution linear".split())
@@ -157,6 +163,8 @@ class OperationObserver:
     def _depends_on(self, name: str, activations: list[Tensor]) -> tuple[Part, ...]:
         if any(part in name for part in _ATTENTION) and len(activations) >= 3:
             return self._attention_rows(activations)
+        if name.removesuffix("_") in _MIXES_ROWS:
+            return tuple(self._batch.whole(tensor) for tensor in activations)
         if name in _PRODUCTS and len(activations) > 1:
             return self._rows_of(activations[0]), *(
                 self._batch.whole(tensor) for tensor in activations[1:]

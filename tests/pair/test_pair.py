@@ -175,6 +175,10 @@ def test_diff_traces(traced, tmp_path):
         folder / "reference.trace", folder / "candidate.trace", rounded_dtype="float32"
     ) as pair:
         assert pair.diff.rounded_dtype == "float32"
+        assert not any("same file" in one for one in pair.diff.coverage.not_observed)
+    (tmp_path / "link.trace").symlink_to(folder / "reference.trace")
+    with diff_traces(folder / "reference.trace", tmp_path / "link.trace") as pair:
+        assert any("same file" in one for one in pair.diff.coverage.not_observed)
     with pytest.raises(TraceReadError):
         load_pair(tmp_path)
     open_before = len(list(Path("/proc/self/fd").iterdir()))

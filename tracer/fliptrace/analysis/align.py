@@ -173,8 +173,9 @@ def _length_notes(reference: Trace, candidate: Trace, steps: int) -> Iterator[st
         if len(trace.steps) > steps:
             last = len(trace.steps) - 1
             which = f"Step {last} exists" if last == steps else f"Steps {steps} to {last} exist"
-            was = "was" if last == steps else "were"
-            yield (f"{which} in the {name} only and {was} not compared; no token differs before.")
+            yield (
+                f"{which} in the {name} only, so that nothing is compared there; no token differs before step {steps}."
+            )
 
 
 def read_frames(trace: Trace, step: StepRecord) -> dict[Kind, Frame]:

@@ -355,8 +355,21 @@ class PairWalk:
         return Outcome.LATENT if latent else Outcome.IDENTICAL
 
     def _remarks(self) -> list[str]:
-        if self._rounded_name != "float32":
-            return []
-        return [
-            "Shrinks are not rounded (float32), so that there is no boundary: every difference counts as surviving."
-        ]
+        remarks = []
+        if _is_one_file(*self._traces):
+            remarks.append("A second execution: both traces are the same file.")
+        if self._rounded_name == "float32":
+            remarks.append(
+                "Shrinks are not rounded (float32), so that there is no boundary: every difference counts as surviving."
+            )
+        return remarks
+
+
+def _is_one_file(reference: Trace, candidate: Trace) -> bool:
+    mine, theirs = reference.source, candidate.source
+    if not (isinstance(mine, TraceReader) and isinstance(theirs, TraceReader)):
+        return False
+    try:
+        return mine.path.samefile(theirs.path)
+    except OSError:  # removed since it was opened
+        return False

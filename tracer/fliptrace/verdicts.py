@@ -6,6 +6,7 @@ report.json (schema: fliptrace/views/report.schema.json).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, StrEnum
 from typing import Any
@@ -41,6 +42,14 @@ class Outcome(StrEnum):
     LATENT = "latent differences only"
     SURVIVING = "surviving differences, same tokens"
     TOKEN = "token flipped"
+
+
+#: What counts as a difference, from the strictest to the laxest, as ``--fail-on`` says it.
+LEVELS: Mapping[str, frozenset[Outcome]] = {
+    "token": frozenset((Outcome.TOKEN,)),
+    "surviving": frozenset((Outcome.TOKEN, Outcome.SURVIVING)),
+    "any": frozenset((Outcome.TOKEN, Outcome.SURVIVING, Outcome.LATENT)),
+}
 
 
 @dataclass(frozen=True, slots=True)

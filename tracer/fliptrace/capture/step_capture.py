@@ -375,13 +375,9 @@ class ArenaCapture:
 
     def _cache_record_digests(self, rows: Tensor) -> Tensor:
         """Turn K and V row digests into digest_tensor of each record [2, 1, kv_heads, head_dim]."""
-        halves = torch.tensor([0, 1], dtype=torch.int64).repeat(rows.shape[0] // 2)
-        digest = mix_words(position_terms(rows, halves).view(-1, 2, 2).sum(1))
-        shapes = [entry.shape for entry in self._layouts[Kind.CACHE].entries]
-        for dimension in range(4):
-            digest = shape_mixed(
-                digest, torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64)
-            )
+        digest = mix_words(position_terms(rows, self._cache_halves).view(-1, 2, 2).sum(1))
+        for sizes in self._cache_sizes:
+            digest = shape_mixed(digest, sizes)
         return digest
 
     def _make_layouts(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fliptrace.command_line.output import Output, show_document, show_summary
 from fliptrace.command_line.running import exit_code, progress_bar
+from fliptrace.verdicts import LEVELS
 
 if TYPE_CHECKING:
     from fliptrace.pair import Pair, PairSettings
@@ -57,7 +58,6 @@ def _search(settings: PairSettings, output: Output) -> tuple[Pair | None, int]:
 
     from fliptrace.pair import encode_prompt, load_engine, trace_pair
     from fliptrace.pair.bundled import bundled_model
-    from fliptrace.pair.tracing import LEVELS
 
     bundled = bundled_model()
     threads = torch.get_num_threads()

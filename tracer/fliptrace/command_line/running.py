@@ -25,16 +25,9 @@ from rich.progress import (
 )
 
 from fliptrace.errors import FliptraceError, ObserverEffectError
-from fliptrace.verdicts import Outcome
+from fliptrace.verdicts import LEVELS, Outcome
 
 IDENTICAL, DIVERGED, TROUBLE, VOID, INTERRUPTED = 0, 1, 2, 3, 130
-
-#: Outcomes that exit with 1, per --fail-on level.
-_FAILS_ON = {
-    "token": {Outcome.TOKEN},
-    "surviving": {Outcome.TOKEN, Outcome.SURVIVING},
-    "any": {Outcome.TOKEN, Outcome.SURVIVING, Outcome.LATENT},
-}
 
 # typer has errors of its own (0.27 and later) or click's (before): either way its usage errors share this ancestor.
 _UsageError: Any = next(
@@ -44,7 +37,7 @@ _UsageError: Any = next(
 
 def exit_code(outcome: Outcome, fail_on: str) -> int:
     """Return 1 when the outcome is one that ``--fail-on`` names, else 0."""
-    return DIVERGED if outcome in _FAILS_ON[fail_on] else IDENTICAL
+    return DIVERGED if outcome in LEVELS[fail_on] else IDENTICAL
 
 
 def trouble_code(error: FliptraceError) -> int:

@@ -8,7 +8,7 @@ import hmac
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,18 +23,11 @@ from fliptrace.pair.pair import Pair, require_new
 from fliptrace.pair.prompts import Prompt, encode_prompt, require_text
 from fliptrace.store import TraceWriter, open_trace
 from fliptrace.trace import Closing
-from fliptrace.verdicts import Outcome
+from fliptrace.verdicts import LEVELS
 
 if TYPE_CHECKING:
     from fliptrace.capture.recorder import RecorderOptions
     from fliptrace.capture.transformers_engine import TransformersEngine
-
-#: What counts as a difference, from the strictest to the laxest, as ``--fail-on`` says it.
-LEVELS: Mapping[str, tuple[Outcome, ...]] = {
-    "token": (Outcome.TOKEN,),
-    "surviving": (Outcome.TOKEN, Outcome.SURVIVING),
-    "any": (Outcome.TOKEN, Outcome.SURVIVING, Outcome.LATENT),
-}
 
 #: Called as progress(what, done, total) from time to time.
 Progress = Callable[[str, int, int], None]

@@ -188,7 +188,8 @@ def trace_pair(
         bool,
         typer.Option(
             "--redact",
-            help="Keep text and token ids out of traces and report.",
+            help="Keep text and token ids out of traces and report. Whoever has the model can still work them "
+            "out from the values of its first layer.",
             rich_help_panel=RECORDING,
         ),
     ] = False,

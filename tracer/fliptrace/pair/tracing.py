@@ -47,7 +47,8 @@ class PairSettings:
         operands: keep the shrinks' inputs whole.
         modules: record every module and functional operation.
         full_logits: keep all logits whole.
-        redact: keep text and token ids out of the traces.
+        redact: keep text and token ids out of the traces; whoever has the model can still work them out from the
+            values of its first layer.
         observer_control: run the recorded-against-unrecorded control first.
     """
 

@@ -47,7 +47,7 @@ def run_demo(settings: PairSettings, output: Output, fail_on: str) -> int:
         if output.as_json:
             show_document(pair.to_json(output.command))
         else:
-            show_summary(pair, settings.attempts)
+            show_summary(pair)
             output.say(f"\nThe report is {page}")
         return exit_code(pair.diff.outcome, fail_on)
 

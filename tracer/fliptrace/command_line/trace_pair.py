@@ -292,7 +292,7 @@ def trace_pair(
             return trace_several(loaded, prompts, settings, output, str(fail_on), show)
         pair = trace_one(loaded, prompts[0], settings, output, show)
     with pair:
-        _show(pair, output, attempts)
+        _show(pair, output)
         return exit_code(pair.diff.outcome, str(fail_on))
 
 
@@ -345,12 +345,12 @@ def _encode(
     return prompts
 
 
-def _show(pair: Pair, output: Output, attempts: int) -> None:
+def _show(pair: Pair, output: Output) -> None:
     """Print the result of one prompt."""
     if output.as_json:
         show_document(pair.to_json(output.command))
         return
-    show_summary(pair, attempts)
+    show_summary(pair)
     output.say(f"\nThe report is {output.folder / 'report.html'}")
 
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from fliptrace.verdicts import PairDiff
 
 WIDTH = 80
-#: Passages told after the first screen; the page tells the rest, too. The commands say themselves what ran.
-_PASSAGES = ("flip", "root", "cache", "propagation", "coverage", "doubts")
+#: Passages told after the first screen; the page tells the rest, too.
+_PASSAGES = ("ran", "flip", "root", "cache", "propagation", "coverage", "doubts")
 #: Most sentences of a passage after the first screen, before the rest is left to the report.
 _LONGEST = {
+    "ran": 6,
     "flip": 2,
     "root": 4,
     "cache": 2,

@@ -184,6 +184,16 @@ def test_two_reductions_have_no_roots(kit):
     assert diff.roots == ()
     assert diff.first_variant.site.path == key
     assert diff.first_variant.origin is Origin.CONFIGURATION_VARIANT
+    assert diff.first_surviving_variant == diff.first_variant
+    assert not any("launched" in sentence for sentence in diff.coverage.missing)
+    earlier = kit.edited(other, 0, Kind.SHRINK, key, kit.flipped_bit((2, 0)))
+    diff = compare(one, earlier)
+    assert diff.first_variant.row_class is CoordinateClass.LATENT
+    assert (diff.first_surviving_variant.step, diff.first_surviving_variant.surviving) == (1, 1)
+    assert (
+        "the first surviving configuration-variant, survives rounding"
+        in (diff.propagation.sentences[0])
+    )
 
 
 def test_another_launch_makes_a_variant(kit):
@@ -191,7 +201,14 @@ def test_another_launch_makes_a_variant(kit):
     one, _, _, _ = planted(kit, (1, 3, 0, 0), MIDPOINT, BELOW)
     same, other, _, _ = planted(kit, (1, 3, 0, 0), MIDPOINT, BELOW, launch="grid 4")
     assert compare(one, other).first_difference.origin is Origin.CONFIGURATION_VARIANT
-    assert compare(one, same).outcome is Outcome.IDENTICAL
+    assert compare(one, other).first_surviving_variant == compare(one, other).first_difference
+    alone = compare(one, same)
+    assert alone.outcome is Outcome.IDENTICAL
+    # Nothing differs, and yet it is told: 14 shrinks in each of 4 steps.
+    (sentence,) = alone.coverage.missing
+    assert sentence.startswith("56 shrinks were launched differently in the candidate")
+    assert "first layer 0 self_attn.q_proj (step 0);" in sentence
+    assert compare(one, one).coverage.missing == ()
 
 
 def test_another_shape_is_structural(kit):
@@ -220,6 +237,10 @@ def test_a_float32_model_has_no_boundary(kit):
     diff = compare(one, other)
     assert diff.first_surviving.coordinates[0].boundary.boundary is None
     assert diff.rounded_dtype == "float32"
+    assert (
+        "differs (an FP32 model has no rounding boundary), but the FP32 addition that follows"
+        in (diff.propagation.sentences[0])
+    )
     assert any("no boundary" in sentence for sentence in diff.coverage.not_observed)
 
 
@@ -229,6 +250,7 @@ def test_the_threshold_changes_without_a_new_run(kit):
     assert compare(one, other).outcome is Outcome.LATENT
     again = compare(one, other, rounded_dtype="float32")
     assert again.first_surviving is not None
+    assert "differs in FP32, but the 16-bit addition that follows" in again.propagation.sentences[0]
     assert again.foreign_root is None
 
 

@@ -229,11 +229,13 @@ def test_a_new_name_with_dots_after_it_is_what_it_leads_to(tmp_path, monkeypatch
 
 
 def test_a_latent_variant_is_no_surviving_difference(traced):
-    """With two reductions the first difference is a variant; divergence has it only where it survives."""
+    """With two reductions the first difference is a variant; divergence is the first that survives."""
     pair = traced(reduction="deterministic:8", candidate_reduction="unsplit")
     assert pair.diff.first_variant is not None
-    if pair.diff.first_variant.surviving:
-        assert pair.divergence == Divergence.of(pair.diff.first_variant)
+    surviving = pair.diff.first_surviving_variant
+    if surviving is not None:
+        assert surviving.surviving
+        assert pair.divergence == Divergence.of(surviving)
     else:
         assert pair.divergence is None
         assert "surviving difference at" not in repr(pair)

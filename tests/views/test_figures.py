@@ -138,14 +138,15 @@ def test_the_boundary_picture_places_values_exactly(pairs):
 @pytest.mark.parametrize(
     ("reference", "candidate", "dtype", "reason"),
     [
-        (1.0, 1.0000001, torch.float32, "the model computes in FP32"),
+        (1.0, 1.0000001, torch.float32, "an FP32 model has no rounding boundary"),
         (0.0, -0.0, torch.bfloat16, "sign of zero"),
         (1.0, math.nan, torch.bfloat16, "not finite"),
     ],
 )
 def test_without_a_boundary_the_picture_says_why(pairs, reference, candidate, dtype, reason):
     """No number line is made up."""
-    figure = boundary_figure(pairs.coordinate(reference, candidate, dtype=dtype))
+    coordinate = pairs.coordinate(reference, candidate, dtype=dtype)
+    figure = boundary_figure(coordinate, str(dtype).removeprefix("torch."))
     assert not figure.data
     assert reason in figure.layout.annotations[0].text
 

@@ -130,8 +130,18 @@ def test_what_came_before_the_shrinks_is_named_first(pairs):
     ("reference", "candidate", "dtype", "expected"),
     [
         (0.0, -0.0, torch.bfloat16, "Only the sign of zero differs"),
-        (1.0, math.inf, torch.bfloat16, "There is no bfloat16 rounding boundary"),
-        (1.0, 1.0000001, torch.float32, "nothing is rounded away"),
+        (
+            1.0,
+            math.inf,
+            torch.bfloat16,
+            "No rounding boundary to measure from: the candidate is not finite.",
+        ),
+        (
+            1.0,
+            1.0000001,
+            torch.float32,
+            "No rounding boundary: compared without rounding to bfloat16.",
+        ),
         (1.0, 1.0000001, torch.bfloat16, "Both round to 1.0 (0x3f80)"),
         (1.0, 1.5, torch.float16, "512 boundaries lie between them"),
     ],

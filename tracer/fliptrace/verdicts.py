@@ -267,6 +267,10 @@ class PropagationSummary:
     separable: bool
 
 
+#: What Coverage.not_observed says where a trace was compared with itself.
+ONE_FILE = "A second execution: both traces are the same file."
+
+
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """What was compared and what was not.
@@ -275,7 +279,8 @@ class Coverage:
         steps_compared: steps whose records were compared (up to and including the flip).
         records_compared: how many records; elements_compared: how many FP32 shrink coordinates.
         not_observed: sentences, each one thing that the traces do not cover.
-        missing: records that one trace has and the other lacks.
+        missing: sentences on what was not compared, or ran in another way: records that one trace has and the other
+            lacks, steps with other input tokens, other launches.
         observer_control: one sentence: what the recorded-against-unrecorded control showed, or that it was not run.
     """
 
@@ -285,6 +290,11 @@ class Coverage:
     not_observed: tuple[str, ...]
     missing: tuple[str, ...]
     observer_control: str
+
+    @property
+    def of_one_file(self) -> bool:
+        """One recording was compared with itself."""
+        return ONE_FILE in self.not_observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +327,7 @@ class PairDiff:
         first_difference: the first differing shrink row in execution order, latent ones included.
         first_surviving: the first surviving root row, propagating or not.
         first_propagating: the first surviving root row that is propagating: the answer to "where did it start".
-        first_variant: with two reductions, the first configuration-variant row, else None.
+        first_variant: the first configuration-variant row (another reduction or launch), latent ones included.
         foreign_root: the first difference that is known not to have entered through a shrink, wherever it lies; ask
             ``foreign_root.precedes(first_propagating)`` whether it came first.
         roots: every surviving root row in execution order (at most 10,000, then counted in root_rows).
@@ -330,6 +340,7 @@ class PairDiff:
         coverage: what was compared.
         manifest_differences: (key, reference value, candidate value).
         generated: lengths (reference, candidate) in tokens.
+        first_surviving_variant: the first configuration-variant row with a surviving coordinate.
     """
 
     outcome: Outcome
@@ -352,6 +363,7 @@ class PairDiff:
     coverage: Coverage
     manifest_differences: tuple[tuple[str, Any, Any], ...]
     generated: tuple[int, int]
+    first_surviving_variant: RowDifference | None = None
 
     def __repr__(self) -> str:
         """Say the verdict in one line; the fields hold thousands of values."""

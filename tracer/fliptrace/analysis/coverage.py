@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fliptrace.analysis.align import Frames, Span
+from fliptrace.analysis.coordinates import site_of
 from fliptrace.analysis.evidence import StepReader
 from fliptrace.trace import Kind, Trace
 from fliptrace.verdicts import Coverage
@@ -22,6 +23,8 @@ class CoverageLedger:
         self._elements = 0
         self._kinds: set[Kind] = set()
         self._gaps: dict[str, list[int]] = {}
+        self._launches = 0
+        self._first_launch = ""
 
     def add(self, step: int, reader: StepReader, reference: Frames, candidate: Frames) -> None:
         """Account for one step's frames."""
@@ -42,6 +45,10 @@ class CoverageLedger:
                 continue
             self._records += len(pair.pairs)
             entries = (before.layout.entries, after.layout.entries)
+            if kind is Kind.SHRINK and pair.launches_differ:
+                self._launches += len(pair.launches_differ)
+                first = site_of(entries[0][pair.launches_differ[0]].key).name
+                self._first_launch = self._first_launch or f"{first} ({_steps([step])})"
             for one in pair.only_reference:
                 self._gap(f"{kind} record {entries[0][one].key} is in the reference only", step)
             for other in pair.only_candidate:
@@ -56,9 +63,15 @@ class CoverageLedger:
             if pair.reordered:
                 self._gap(f"{kind} records ran in another order in the candidate", step)
 
-    def add_equal(self, records: int) -> None:
-        """Account for a step that is equal in both, and has the layouts of a step that was added."""
+    def add_equal(self, records: int, launches: int = 0) -> None:
+        """Account for a step that is equal in both, and has the layouts of a step that was added.
+
+        Args:
+            records: how many records both have.
+            launches: of these, how many shrinks were launched differently.
+        """
         self._records += records
+        self._launches += launches
 
     def count_elements(self, elements: int) -> None:
         """Add FP32 shrink coordinates that were compared."""
@@ -78,9 +91,15 @@ class CoverageLedger:
             span: the steps that were compared.
             extra: further sentences on what was not observed.
         """
-        missing = [*span.notes, *(f"{text} ({_steps(at)})." for text, at in self._gaps.items())]
-        if len(missing) > _SENTENCES:
-            missing[_SENTENCES:] = [f"{len(missing) - _SENTENCES} more gaps of this sort."]
+        missing = [*span.notes]
+        # Two reductions are two launches anyway, and are told as such.
+        reductions = [trace.manifest.get("reduction.identity") for trace in (reference, candidate)]
+        if self._launches and reductions[0] == reductions[1]:
+            missing.append(self._launch_sentence())
+        missing += [f"{text} ({_steps(at)})." for text, at in self._gaps.items()]
+        more = len(missing) - _SENTENCES
+        if more > 0:
+            missing[_SENTENCES:] = [f"{more} more gap{'s' if more > 1 else ''} of this sort."]
         stated = [*_stated(reference), *_stated(candidate)]
         return Coverage(
             steps_compared=span.steps,
@@ -89,6 +108,14 @@ class CoverageLedger:
             not_observed=tuple(dict.fromkeys((*stated, *self._kinds_not_recorded(stated), *extra))),
             missing=tuple(missing),
             observer_control=_observer_control(reference, candidate),
+        )
+
+    def _launch_sentence(self) -> str:
+        one = self._launches == 1
+        return (
+            f"{self._launches:,} shrink{' was' if one else 's were'} launched differently in the candidate (another "
+            f"grid, type or operand stride), {'in' if one else 'first'} {self._first_launch}; what differs there is a "
+            "configuration-variant, no root."
         )
 
     def _kinds_not_recorded(self, stated: Iterable[str]) -> Iterable[str]:

@@ -25,6 +25,7 @@ from fliptrace.store.pairing import PairedReader, StepLayouts
 from fliptrace.store.reader import TraceReader
 from fliptrace.trace import Kind, StepRecord, Trace, dtype_from_name
 from fliptrace.verdicts import (
+    ONE_FILE,
     CacheDifference,
     Fate,
     Flip,
@@ -186,7 +187,7 @@ class PairWalk:
     ) -> None:
         """Take a step that has nothing to show but what an earlier one showed: see _take_frames."""
         evidence = known.moved_to(before.step, before.first_position)
-        self._ledger.add_equal(records)
+        self._ledger.add_equal(records, int(evidence.launch_differs.sum()))
         self._ledger.count_elements(evidence.element_count)
         self._counts["equal_operand_elements"] += evidence.equal_operand_count
         self._steps.append(compare_step(evidence, before, after, None))
@@ -230,7 +231,7 @@ class PairWalk:
         self._note_first("difference", evidence, classes > 0)
         self._note_first("variant", evidence, evidence.origins == VARIANT)
         self._note_first(
-            "surviving_variant", evidence, (evidence.origins == VARIANT) & (classes >= _SURVIVING)
+            "surviving_variant", evidence, (evidence.origins == VARIANT) & (classes == _SURVIVING)
         )
         self._note_first("structural", evidence, classes == int(CoordinateClass.STRUCTURAL))
         roots = evidence.origins == ROOT
@@ -333,16 +334,22 @@ class PairWalk:
             cache_differences=tuple(self._cache),
             steps=tuple(self._steps),
             grids=grids,
-            propagation=summarise(self.evidence, self._start(), self._flip, self._roots),
+            propagation=summarise(
+                self.evidence, self._start(), self._flip, self._roots, _model_dtype(reference)
+            ),
             coverage=self._ledger.finish(reference, candidate, span, self._remarks()),
             manifest_differences=tuple(differing_keys(reference.manifest, candidate.manifest)),
             generated=(len(reference.steps), len(candidate.steps)),
+            first_surviving_variant=self._first.get("surviving_variant"),
         )
 
     def _start(self) -> RowDifference | ForeignRoot | None:
         """Choose what to follow: what entered first of what is known to leave, else the best there is."""
         root, foreign = self._first.get("propagating"), self._foreign.found
-        if foreign is not None and foreign.precedes(root):
+        variant = self._first.get("surviving_variant")
+        if variant is not None and variant.fate is Fate.ABSORBED:
+            variant = None
+        if foreign is not None and foreign.precedes(root or variant):
             return foreign
         names = ("surviving_variant", "surviving", "structural", "difference")
         return root or next((self._first[name] for name in names if name in self._first), None)
@@ -357,7 +364,7 @@ class PairWalk:
     def _remarks(self) -> list[str]:
         remarks = []
         if _is_one_file(*self._traces):
-            remarks.append("A second execution: both traces are the same file.")
+            remarks.append(ONE_FILE)
         if self._rounded_name == "float32":
             remarks.append(
                 "Shrinks are not rounded (float32), so that there is no boundary: every difference counts as surviving."

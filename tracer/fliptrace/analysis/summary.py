@@ -17,7 +17,14 @@ from fliptrace.analysis.propagation import (
 )
 from fliptrace.analysis.roles import Role, role_of
 from fliptrace.numerics import CoordinateClass
-from fliptrace.verdicts import Fate, Flip, ForeignRoot, PropagationSummary, RowDifference
+from fliptrace.verdicts import (
+    Fate,
+    Flip,
+    ForeignRoot,
+    Origin,
+    PropagationSummary,
+    RowDifference,
+)
 
 _LAYERS_NAMED = 3
 
@@ -27,6 +34,7 @@ def summarise(
     start: RowDifference | ForeignRoot | None,
     flip: Flip | None,
     roots: Sequence[RowDifference],
+    model_dtype: str,
 ) -> PropagationSummary | None:
     """Say where a difference went.
 
@@ -35,6 +43,7 @@ def summarise(
         start: what to follow: the first propagating root, what entered elsewhere before it, or the best there is.
         flip: the flip, if any.
         roots: the surviving roots in order: one of them may lead to a flip that ``start`` does not lead to.
+        model_dtype: the type that the model computes in, ``bfloat16``.
 
     Returns:
         The summary, None without any difference.
@@ -47,7 +56,7 @@ def summarise(
         return PropagationSummary(
             ("Records differ, but none that can be followed.",), nodes, None, (), separable
         )
-    sentences = [_entry_sentence(start)]
+    sentences = [_entry_sentence(start, model_dtype)]
     if not isinstance(start, ForeignRoot) and not leaves_projection(start):
         return PropagationSummary(
             tuple(sentences), nodes, None if flip is None else False, (), separable
@@ -82,7 +91,7 @@ def _names(path: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _entry_sentence(start: RowDifference | ForeignRoot) -> str:
+def _entry_sentence(start: RowDifference | ForeignRoot, model_dtype: str) -> str:
     if isinstance(start, ForeignRoot):
         return start.explanation
     where = f"{short_name(start.site)} at token position {start.position}"
@@ -91,15 +100,24 @@ def _entry_sentence(start: RowDifference | ForeignRoot) -> str:
         return f"No difference is known to have left a shrink; the first, in {where} in {phase}, was rounded away."
     if start.row_class is CoordinateClass.STRUCTURAL:
         return f"In {phase}, the records of {where} have no partner of the same shape and dtype."
-    elements = f"{start.surviving} coordinate{'s' if start.surviving != 1 else ''}"
+    one = start.surviving == 1
+    elements = f"{start.surviving} coordinate{'' if one else 's'}"
+    if start.origin is Origin.CONFIGURATION_VARIANT:
+        where += ", the first surviving configuration-variant,"
+    rounded = start.coordinates[0].rounded_dtype if start.coordinates else model_dtype
+    if rounded != "float32":
+        left = f"survive{'s' if one else ''} rounding"
+    elif model_dtype == "float32":
+        left = f"differ{'s' if one else ''} (an FP32 model has no rounding boundary)"
+    else:
+        left = f"differ{'s' if one else ''} in FP32"
+    addition = "FP32 addition" if model_dtype == "float32" else "16-bit addition"
     fate = {
-        Fate.PROPAGATING: " and changes the projection's output"
-        if start.surviving == 1
-        else " and change the projection's output",
-        Fate.ABSORBED: ", but the 16-bit addition that follows swallowed the difference",
+        Fate.PROPAGATING: f" and change{'s' if one else ''} the projection's output",
+        Fate.ABSORBED: f", but the {addition} that follows swallowed the difference",
         Fate.NOT_OBSERVED: "; the projection's output was not recorded",
     }[start.fate]
-    return f"In {phase}, {elements} of {where} survive{'s' if start.surviving == 1 else ''} rounding{fate}."
+    return f"In {phase}, {elements} of {where} {left}{fate}."
 
 
 def _chain_sentence(

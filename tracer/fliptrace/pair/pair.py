@@ -83,12 +83,10 @@ class Pair:
     def divergence(self) -> Divergence | None:
         """The first surviving difference: of a root that propagates, else of any root, else of a variant.
 
-        Of variants only the first is known: None where that one is latent, even if a later one survives.
+        None where no root and no variant survives.
         """
         diff = self.diff
-        row = diff.first_propagating or diff.first_surviving or diff.first_variant
-        if row is not None and not row.surviving:
-            row = None
+        row = diff.first_propagating or diff.first_surviving or diff.first_surviving_variant
         return None if row is None else Divergence.of(row)
 
     def heatmap(self, phase: str = "prefill", colour: str = "class") -> Figure:

@@ -15,17 +15,18 @@ import numpy as np
 import plotly.graph_objects as go
 
 from fliptrace.views import palette
-from fliptrace.views.wording import exact
+from fliptrace.views.wording import exact, not_finite, unrounded
 
 if TYPE_CHECKING:
     from fliptrace.verdicts import CoordinateDifference
 
 
-def boundary_figure(coordinate: CoordinateDifference) -> go.Figure:
+def boundary_figure(coordinate: CoordinateDifference, dtype: str = "") -> go.Figure:
     """Draw both FP32 values of a coordinate, the rounding boundary, and where each value was rounded to.
 
     Args:
         coordinate: the difference; without a boundary (FP32 model, NaN, infinity, sign of zero) the figure says so.
+        dtype: the type that the model computes in; "" where it is not known.
 
     Returns:
         A plotly figure.
@@ -48,7 +49,7 @@ def boundary_figure(coordinate: CoordinateDifference) -> go.Figure:
     if report.boundary is None:
         figure.update_layout(height=120, showlegend=False)
         figure.add_annotation(
-            text=f"no rounding boundary: {_reason(coordinate)}",
+            text=f"no rounding boundary: {_reason(coordinate, dtype)}",
             xref="paper",
             yref="paper",
             x=0.5,
@@ -62,12 +63,12 @@ def boundary_figure(coordinate: CoordinateDifference) -> go.Figure:
     return figure
 
 
-def _reason(coordinate: CoordinateDifference) -> str:
+def _reason(coordinate: CoordinateDifference, dtype: str) -> str:
     if coordinate.rounded_dtype == "float32":
-        return "the model computes in FP32"
+        return unrounded(dtype)
     if coordinate.special is not None:
         return f"only the {coordinate.special} differs"
-    return "a value is not finite"
+    return not_finite(coordinate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def cache_sentences(diff: PairDiff) -> tuple[str, ...]:
     if len(here) > NAMED_LAYERS:
         rest = here[NAMED_LAYERS:]
         sentences.append(
-            f"In that step {count(len(rest), 'more layer')} differ: "
+            f"In that step {count(len(rest), 'more layer')} {wording.verb(len(rest), 'differ')}: "
             f"{count(sum(entry.keys for entry in rest), 'key element')} and "
             f"{count(sum(entry.values for entry in rest), 'value element')}."
         )

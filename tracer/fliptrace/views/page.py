@@ -104,7 +104,9 @@ def render_report(
             if diff.first_propagating or diff.first_surviving
             else "",
             phases=_phases(diff, cells),
-            boundary=_boundary_rows(coordinate, tokens) if coordinate is not None else None,
+            boundary=_boundary_rows(coordinate, tokens, wording.model_dtype(reference))
+            if coordinate is not None
+            else None,
             steps=[_step(step, diff, caches[step.step]) for step in diff.steps],
             roots=[_root(row, tokens) for row in diff.roots[:ROOT_TABLE_ROWS]],
             surviving_root_rows=diff.surviving_root_rows,
@@ -137,6 +139,7 @@ def _first_coordinate(diff: PairDiff) -> CoordinateDifference | None:
     for row in (
         diff.first_propagating,
         diff.first_surviving,
+        diff.first_surviving_variant,
         diff.first_variant,
         diff.first_difference,
     ):
@@ -187,7 +190,9 @@ def _phases(diff: PairDiff, cells: dict[str, Cells]) -> list[dict[str, Any]]:
     ]
 
 
-def _boundary_rows(coordinate: CoordinateDifference, tokens: TokenNames) -> dict[str, Any]:
+def _boundary_rows(
+    coordinate: CoordinateDifference, tokens: TokenNames, dtype: str
+) -> dict[str, Any]:
     report = coordinate.boundary
     place = coordinate.coordinate
     return {
@@ -197,7 +202,7 @@ def _boundary_rows(coordinate: CoordinateDifference, tokens: TokenNames) -> dict
             sentence
             for sentence in (
                 wording.values_sentence(coordinate),
-                wording.boundary_sentence(coordinate),
+                wording.boundary_sentence(coordinate, dtype),
                 wording.rounded_sentence(coordinate),
             )
             if sentence
@@ -207,7 +212,7 @@ def _boundary_rows(coordinate: CoordinateDifference, tokens: TokenNames) -> dict
                 "name": "reference",
                 "value": exact(coordinate.reference),
                 "bits": coordinate.reference_bits,
-                "distance": brief(report.reference_distance),
+                "distance": _distance(report.reference_distance),
                 "rounded": exact(report.rounded_reference),
                 "rounded_bits": coordinate.rounded_reference_bits,
             },
@@ -215,15 +220,19 @@ def _boundary_rows(coordinate: CoordinateDifference, tokens: TokenNames) -> dict
                 "name": "candidate",
                 "value": exact(coordinate.candidate),
                 "bits": coordinate.candidate_bits,
-                "distance": brief(report.candidate_distance),
+                "distance": _distance(report.candidate_distance),
                 "rounded": exact(report.rounded_candidate),
                 "rounded_bits": coordinate.rounded_candidate_bits,
             },
         ],
-        "boundary": "none" if report.boundary is None else exact(report.boundary),
+        "boundary": "none to measure from" if report.boundary is None else exact(report.boundary),
         "crossed": report.boundaries_crossed,
         "dtype": coordinate.rounded_dtype,
     }
+
+
+def _distance(value: float | None) -> str:
+    return "no number" if value is None else brief(value)
 
 
 def _step(step: StepComparison, diff: PairDiff, cache: str) -> dict[str, Any]:
@@ -305,7 +314,9 @@ def _data(
             name: _heatmap_data(diff, pooled, name, reference) for name, pooled in cells.items()
         },
         "margin": _figure_json(margin_figure(diff)) if diff.steps else None,
-        "boundary": _figure_json(boundary_figure(coordinate)) if coordinate is not None else None,
+        "boundary": _figure_json(boundary_figure(coordinate, wording.model_dtype(reference)))
+        if coordinate is not None
+        else None,
         "dark": palette.dark_twins(),
         "classes": {str(int(label)): label.label for label in CoordinateClass},
         "origins": list(heatmap.ORIGIN_NAMES),

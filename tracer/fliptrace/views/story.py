@@ -23,11 +23,24 @@ from fliptrace.views.ran import (
     search_of,
     search_sentences,
 )
-from fliptrace.views.wording import TokenNames, brief, count, generated_name, listed
+from fliptrace.views.wording import (
+    TokenNames,
+    brief,
+    count,
+    generated_name,
+    listed,
+    model_dtype,
+    unrounded,
+    verb,
+)
 
 if TYPE_CHECKING:
     from fliptrace.trace import Trace
     from fliptrace.verdicts import Flip, PairDiff, TokenLogit
+
+
+#: Gaps told one by one, before the rest is left to the JSON report.
+_GAPS_TOLD = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +93,25 @@ def tell_story(diff: PairDiff, reference: Trace, candidate: Trace) -> Story:
     tokens = TokenNames(reference)
     search = search_of(diff, reference, candidate)
     ran = (*ran_sentences(reference, candidate), *search_sentences(diff, search))
-    root = root_sentences(diff, tokens)
+    dtype = model_dtype(reference)
+    root = root_sentences(diff, tokens, dtype)
     passages = (
         Passage("ran", "What ran", ran),
         Passage("flip", "The flip", _flip(diff), leading=3),
         Passage("root", "Where it started", root, leading=leading_count(diff)),
         Passage("cache", "Keys and values", cache_sentences(diff), gist=cache_gist(diff)),
         Passage("propagation", "Where it went", _propagation(diff), gist=_path_gist(diff)),
-        Passage("statistics", "How much differed", _statistics(diff)),
+        Passage("statistics", "How much differed", _statistics(diff, dtype)),
         Passage("coverage", "What was compared, and what was not", _coverage(diff, search)),
         Passage("doubts", "How far this goes", _doubts(diff, search, reference, candidate)),
     )
     return Story(
-        verdict=_verdict(diff, search),
+        verdict=_verdict(diff, search, dtype),
         passages=tuple(passage for passage in passages if passage.sentences),
     )
 
 
-def _verdict(diff: PairDiff, search: Search | None) -> str:
+def _verdict(diff: PairDiff, search: Search | None, dtype: str) -> str:
     if diff.outcome is Outcome.TOKEN:
         if diff.flip is None:
             return "Token flipped: the two executions generated different tokens."
@@ -105,10 +119,25 @@ def _verdict(diff: PairDiff, search: Search | None) -> str:
             f"Token flipped: the two executions choose different tokens at "
             f"{generated_name(diff.flip.step)}."
         )
+    compared = count(diff.coverage.records_compared, "compared record")
+    if diff.coverage.of_one_file and diff.outcome is Outcome.IDENTICAL:
+        return (
+            f"One recording compared with itself: no difference in {compared}. Nothing ran twice, so this says "
+            f"nothing about repeatability."
+        )
     runs = search.runs if search is not None else 2
     who = "both executions" if runs == 2 else f"all {runs:,} runs"
-    same = f"{who} chose the same {count(min(diff.generated), 'token')}"
+    steps = min(diff.coverage.steps_compared, *diff.generated)
+    within = " in the compared steps" if steps < max(diff.generated) else ""
+    same = f"{who} chose the same {count(steps, 'token')}{within}"
     last = "" if runs == 2 else " between the first run and the last"
+    if diff.outcome is Outcome.SURVIVING and _only_gaps(diff):
+        return (
+            f"Records do not match, same tokens: {same}, but some records{last} have no partner of the same shape; "
+            f"those that have one show no surviving difference."
+        )
+    if diff.outcome is Outcome.SURVIVING and diff.rounded_dtype == "float32":
+        return f"Surviving differences, same tokens: {same}, but values{last} differ ({unrounded(dtype)})."
     if diff.outcome is Outcome.SURVIVING:
         return f"Surviving differences, same tokens: {same}, but differences{last} are left after rounding."
     if diff.outcome is Outcome.LATENT:
@@ -116,7 +145,6 @@ def _verdict(diff: PairDiff, search: Search | None) -> str:
             f"Latent differences only: {same}, and every difference in FP32 bits{last} disappears in "
             f"rounding to {diff.rounded_dtype}."
         )
-    compared = count(diff.coverage.records_compared, "compared record")
     if runs == 2:
         return (
             f"No difference found in {compared}: {same}. This is 2 runs, repeatable in 2 runs, not proof of "
@@ -130,6 +158,16 @@ def _verdict(diff: PairDiff, search: Search | None) -> str:
     return (
         f"No difference found in {compared}{last}: {same}. The same tokens in {runs:,} runs are no proof "
         f"of determinism."
+    )
+
+
+def _only_gaps(diff: PairDiff) -> bool:
+    """Say whether records without a partner are all that was found, latent differences aside."""
+    return bool(diff.coverage.missing) and not (
+        diff.statistics.surviving
+        or diff.foreign_root is not None
+        or diff.cache_differences
+        or any(step.logits_differ or step.largest_logit_difference for step in diff.steps)
     )
 
 
@@ -212,26 +250,37 @@ def _path_gist(diff: PairDiff) -> str:
     if propagation is None:
         return ""
     if diff.flip is None or propagation.reaches_flip is None:
-        return f"{count(propagation.nodes, 'record')} differ"
+        return f"{count(propagation.nodes, 'record')} {verb(propagation.nodes, 'differ')}"
     if propagation.reaches_flip:
         return "differing records lead from there to the flip's logits"
     return "no unbroken path of records leads to the flip's logits"
 
 
-def _statistics(diff: PairDiff) -> tuple[str, ...]:
+def _statistics(diff: PairDiff, dtype: str) -> tuple[str, ...]:
     numbers = diff.statistics
     sentences = []
+    unsettled = f" ({unrounded(dtype)})" if diff.rounded_dtype == "float32" else ""
     if numbers.equal_operand_elements:
         share = 100 * numbers.equal_operand_differing / numbers.equal_operand_elements
         sentences.append(
             f"Of {count(numbers.equal_operand_elements, 'shrink coordinate')} with bit-equal operands "
-            f"{numbers.equal_operand_differing:,} ({share:.3g}%) differ in FP32 and "
-            f"{numbers.equal_operand_surviving:,} survive rounding."
+            f"{numbers.equal_operand_differing:,} ({share:.3g}%) "
+            f"{verb(numbers.equal_operand_differing, 'differ')} in FP32{unsettled}"
+            + (
+                f" and {numbers.equal_operand_surviving:,} {verb(numbers.equal_operand_surviving, 'survive')} rounding."
+                if not unsettled
+                else "."
+            )
         )
     if numbers.elements:
         sentences.append(
             f"Over all {count(numbers.elements, 'compared shrink coordinate')} {numbers.differing:,} "
-            f"differ and {numbers.surviving:,} survive."
+            f"{verb(numbers.differing, 'differ')}"
+            + (
+                f" and {numbers.surviving:,} {verb(numbers.surviving, 'survive')}."
+                if not unsettled
+                else "."
+            )
         )
     return tuple(sentences)
 
@@ -249,10 +298,11 @@ def _coverage(diff: PairDiff, search: Search | None) -> tuple[str, ...]:
     if compared:
         sentences.append(compared)
     sentences += [f"Not observed: {stopped(sentence)}" for sentence in coverage.not_observed]
-    if coverage.missing:
-        named = ", ".join(said(name) for name in coverage.missing[:5])
-        more = f" and {len(coverage.missing) - 5:,} more" if len(coverage.missing) > 5 else ""
-        sentences.append(f"Recorded in one trace only: {named}{more}.")
+    sentences += [f"Gap: {stopped(sentence)}" for sentence in coverage.missing[:_GAPS_TOLD]]
+    if len(coverage.missing) > _GAPS_TOLD:
+        sentences.append(
+            f"{count(len(coverage.missing) - _GAPS_TOLD, 'more gap')} in the JSON report."
+        )
     if coverage.observer_control:
         sentences.append(f"Observer control: {stopped(coverage.observer_control)}")
     return tuple(sentences)
@@ -269,8 +319,9 @@ def _doubts(
                 f"its last acknowledged step is known."
             )
     if diff.rounded_dtype == "float32":
-        sentences.append("The model computes in FP32: every difference survives, none is latent.")
-    bound = bound_sentence(diff, search)
+        why = unrounded(model_dtype(reference))
+        sentences.append(f"Every difference counts as surviving, none as latent: {why}.")
+    bound = "" if diff.coverage.of_one_file else bound_sentence(diff, search)
     if bound:
         sentences.append(bound)
     if diff.outcome is Outcome.IDENTICAL:

@@ -27,6 +27,11 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def verb(number: int, plural: str) -> str:
+    """Return ``differs`` for one, ``differ`` for more."""
+    return f"{plural}s" if number == 1 else plural
+
+
 def exact(value: float) -> str:
     """Return a 32-bit or 16-bit value so that it reads back to the same bits, signs of zero and NaN included."""
     return repr(float(value))
@@ -118,22 +123,52 @@ def row_place(row: RowDifference, tokens: TokenNames) -> str:
     )
 
 
+def model_dtype(trace: Trace) -> str:
+    """Return the type that the model computes in, ``bfloat16``; "" where the manifest does not say."""
+    return str(trace.manifest.get("model.dtype") or "").removeprefix("torch.")
+
+
+def unrounded(dtype: str) -> str:
+    """Say why nothing was rounded where survival was decided in float32, by the model's own type."""
+    if dtype == "float32":
+        return "an FP32 model has no rounding boundary"
+    return f"compared without rounding{f' to {visible(dtype)}' if dtype else ''}"
+
+
 def values_sentence(difference: CoordinateDifference) -> str:
     """Both FP32 values of a coordinate with their bits."""
     special = f" Only the {difference.special} differs." if difference.special else ""
+    apart = f", {count(difference.distance_ulp, 'FP32 ULP', 'FP32 ULP')} apart"
+    if not_finite(difference):
+        apart = ""
     return (
         f"FP32 values: reference {exact(difference.reference)} ({difference.reference_bits}), candidate "
-        f"{exact(difference.candidate)} ({difference.candidate_bits}), "
-        f"{count(difference.distance_ulp, 'FP32 ULP', 'FP32 ULP')} apart.{special}"
+        f"{exact(difference.candidate)} ({difference.candidate_bits}){apart}.{special}"
     )
 
 
-def boundary_sentence(difference: CoordinateDifference) -> str:
-    """How the two values lie to the rounding boundary."""
+def not_finite(difference: CoordinateDifference) -> str:
+    """Name the values that are infinite or NaN, and so have no distance; "" where both are finite."""
+    values = {"reference": difference.reference, "candidate": difference.candidate}
+    names = [name for name, value in values.items() if not math.isfinite(value)]
+    if len(names) == 2:
+        return "neither value is finite"
+    return f"the {names[0]} is not finite" if names else ""
+
+
+def boundary_sentence(difference: CoordinateDifference, dtype: str = "") -> str:
+    """How the two values lie to the rounding boundary.
+
+    Args:
+        difference: a coordinate.
+        dtype: the type that the model computes in; "" where it is not known.
+    """
     report = difference.boundary
     if report.boundary is None:
         if difference.rounded_dtype == "float32":
-            return "The model computes in FP32: nothing is rounded away, so there is no boundary."
+            return f"No rounding boundary: {unrounded(dtype)}."
+        if not_finite(difference):
+            return f"No rounding boundary to measure from: {not_finite(difference)}."
         return f"There is no {difference.rounded_dtype} rounding boundary between these two values."
     places = [
         _to_boundary("reference", report.reference_on_boundary, report.reference_distance),
@@ -168,8 +203,13 @@ def rounded_sentence(difference: CoordinateDifference) -> str:
     if difference.rounded_reference_bits == difference.rounded_candidate_bits:
         return f"Both round to {values[0]}: rounding removes the difference."
     crossed = report.boundaries_crossed
-    gap = f", {abs(report.rounded_reference - report.rounded_candidate):.3g} apart"
-    many = f"; {crossed:,} boundaries lie between them" if crossed > 1 else ""
+    apart = abs(report.rounded_reference - report.rounded_candidate)
+    gap = f", {apart:.3g} apart" if math.isfinite(apart) else ""
+    many = (
+        f"; {crossed:,} boundaries lie between them"
+        if crossed > 1 and report.boundary is not None
+        else ""
+    )
     return f"Rounded to {difference.rounded_dtype}: {values[0]} against {values[1]}{gap}{many}."
 
 

@@ -196,6 +196,20 @@ def test_two_reductions_have_no_roots(kit):
     )
 
 
+def test_a_variant_that_leaves_its_shrink_is_followed_before_what_came_later(kit):
+    """Where the difference went starts where it started: at the variant, not at a later difference elsewhere."""
+    one, _, _, _ = planted(kit, (1, 3, 0, 0), MIDPOINT, BELOW)
+    _, other, key, _ = planted(kit, (1, 3, 0, 0), MIDPOINT, BELOW, reduction="unsplit/64")
+    later = kit.edited(other, 3, Kind.CACHE, "cache.0", kit.flipped_bit((0, 0, 0, 0)))
+    absorbed = compare(one, later)
+    assert absorbed.foreign_root is not None
+    assert absorbed.propagation.sentences[0] == absorbed.foreign_root.explanation
+    moved = kit.edited(later, 1, Kind.PROJECTION, key, kit.flipped_bit((0, 0)))
+    diff = compare(one, moved)
+    assert diff.first_surviving_variant.fate is Fate.PROPAGATING
+    assert "the first surviving configuration-variant" in diff.propagation.sentences[0]
+
+
 def test_another_launch_makes_a_variant(kit):
     """A difference under another launch is no root; a launch alone is no difference."""
     one, _, _, _ = planted(kit, (1, 3, 0, 0), MIDPOINT, BELOW)
@@ -250,6 +264,7 @@ def test_the_threshold_changes_without_a_new_run(kit):
     assert compare(one, other).outcome is Outcome.LATENT
     again = compare(one, other, rounded_dtype="float32")
     assert again.first_surviving is not None
+    assert any("not rounded to bfloat16 (float32)" in one for one in again.coverage.not_observed)
     assert "differs in FP32, but the 16-bit addition that follows" in again.propagation.sentences[0]
     assert again.foreign_root is None
 

@@ -137,8 +137,8 @@ def test_missing_records_are_no_differences_after_rounding(pairs):
     )
     covering(pair, missing=("shrink record x is in the reference only (step 0).",))
     assert verdict(pair) == (
-        "Records do not match, same tokens: both executions chose the same 24 tokens, but some records have no "
-        "partner of the same shape; those that have one show no surviving difference."
+        "Other records, same tokens: both executions chose the same 24 tokens, but the traces do not hold the same "
+        "records in the same order and shape; what both hold shows no surviving difference."
     )
     assert "The first difference (unlocated, structural): layer 2 mlp.up_proj" in told(pair)
     survives = covering(pairs.make(Outcome.SURVIVING), missing=("x",))

@@ -366,8 +366,14 @@ class PairWalk:
         if _is_one_file(*self._traces):
             remarks.append(ONE_FILE)
         if self._rounded_name == "float32":
+            own = _model_dtype(self._traces[0])
+            why = (
+                "Shrinks are not rounded"
+                if own == self._rounded_name
+                else f"Shrinks were compared as if not rounded to {own}"
+            )
             remarks.append(
-                "Shrinks are not rounded (float32), so that there is no boundary: every difference counts as surviving."
+                f"{why} (float32), so that there is no boundary: every difference counts as surviving."
             )
         return remarks
 

@@ -131,10 +131,11 @@ def _verdict(diff: PairDiff, search: Search | None, dtype: str) -> str:
     within = " in the compared steps" if steps < max(diff.generated) else ""
     same = f"{who} chose the same {count(steps, 'token')}{within}"
     last = "" if runs == 2 else " between the first run and the last"
+    of_runs = "" if runs == 2 else " of the first run and the last"
     if diff.outcome is Outcome.SURVIVING and _only_gaps(diff):
         return (
-            f"Records do not match, same tokens: {same}, but some records{last} have no partner of the same shape; "
-            f"those that have one show no surviving difference."
+            f"Other records, same tokens: {same}, but the traces{of_runs} do not hold the same records in the same "
+            f"order and shape; what both hold shows no surviving difference."
         )
     if diff.outcome is Outcome.SURVIVING and diff.rounded_dtype == "float32":
         return f"Surviving differences, same tokens: {same}, but values{last} differ ({unrounded(dtype)})."
@@ -162,7 +163,7 @@ def _verdict(diff: PairDiff, search: Search | None, dtype: str) -> str:
 
 
 def _only_gaps(diff: PairDiff) -> bool:
-    """Say whether records without a partner are all that was found, latent differences aside."""
+    """Say whether other records, or another order of them, are all that was found, latent differences aside."""
     return bool(diff.coverage.missing) and not (
         diff.statistics.surviving
         or diff.foreign_root is not None

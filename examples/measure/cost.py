@@ -161,7 +161,10 @@ def measure_peak(options: argparse.Namespace) -> None:
         run(engine, prompt, options.tokens, bool(options.recorded), folder)
     device = torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else 0
     status = Path("/proc/self/status").read_text()
-    host = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    host = (
+        int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+        * 1024
+    )
     print(json.dumps({"host_bytes": host, "device_bytes": device}))
 
 

@@ -6,7 +6,8 @@ from fliptrace.pair.bundled import BundledModel, bundled_model
 from fliptrace.pair.engines import load_engine
 from fliptrace.pair.pair import Pair, diff_traces, load_pair
 from fliptrace.pair.prompts import Prompt, encode_prompt, read_dataset
-from fliptrace.pair.tracing import PairSettings, trace_pair
+from fliptrace.pair.settings import PairSettings
+from fliptrace.pair.tracing import trace_pair
 
 __all__ = [
     "BundledModel",

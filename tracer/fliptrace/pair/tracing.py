@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,101 +13,23 @@ import torch
 
 from fliptrace.analysis import compare
 from fliptrace.errors import InputError, StorageError
-from fliptrace.manifest import Manifest
 from fliptrace.pair.engines import load_engine
 from fliptrace.pair.pair import Pair, require_new
 from fliptrace.pair.prompts import Prompt, encode_prompt, require_text
-from fliptrace.store import TraceWriter, open_trace
-from fliptrace.trace import Closing
+from fliptrace.pair.recording import (
+    Progress,
+    Run,
+    end_ids_of,
+    record_execution,
+    recorder_options,
+    set_reduction,
+)
+from fliptrace.pair.settings import PairSettings
+from fliptrace.store import open_trace
 from fliptrace.verdicts import LEVELS
 
 if TYPE_CHECKING:
-    from fliptrace.capture.recorder import RecorderOptions
     from fliptrace.capture.transformers_engine import TransformersEngine
-
-#: Called as progress(what, done, total) from time to time.
-Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PairSettings:
-    """How a pair is searched and recorded.
-
-    Attributes:
-        reduction: of both executions, or of the reference alone.
-        candidate_reduction: of the candidates, when it is another.
-        attempts: how many candidates at the most.
-        max_new_tokens: per execution.
-        seed: schedule seed of the reference where atomics are simulated; candidates take the seeds after it.
-        until: what ends the search: ``token``, ``surviving`` or ``any``.
-        operands: keep the shrinks' inputs whole.
-        modules: record every module and functional operation.
-        full_logits: keep all logits whole.
-        redact: keep text and token ids out of the traces; whoever has the model can still work them out from the
-            values of its first layer.
-        observer_control: run the recorded-against-unrecorded control first.
-    """
-
-    reduction: str = "atomic:8"
-    candidate_reduction: str | None = None
-    attempts: int = 20
-    max_new_tokens: int = 256
-    seed: int = 0
-    until: str = "token"
-    operands: bool = False
-    modules: bool = False
-    full_logits: bool = False
-    redact: bool = False
-    observer_control: bool = True
-
-    def check(self) -> None:
-        """Refuse settings that mean nothing.
-
-        Raises:
-            InputError: which, and what is allowed.
-        """
-        for what, number in (
-            ("attempts", self.attempts),
-            ("max new tokens", self.max_new_tokens),
-            ("seed", self.seed),
-        ):
-            if not isinstance(number, int):
-                raise InputError(f"{what} must be a whole number; got {number!r}")
-        if self.attempts < 1:
-            raise InputError(f"attempts must be at least 1; got {self.attempts}")
-        if self.max_new_tokens < 1:
-            raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
-        if self.until not in LEVELS:
-            raise InputError(f"a difference is one of {', '.join(LEVELS)}; got {self.until!r}")
-        if not 0 <= self.seed < (1 << 63) - self.attempts:
-            raise InputError(
-                f"schedule seeds (the first and one per attempt) run from 0 to 2^63 - 1; got {self.seed}"
-            )
-        for name in (self.reduction, self.candidate_reduction):
-            if name is not None:
-                _check_reduction(name)
-
-
-def _check_reduction(name: str) -> None:
-    from fliptrace_kernels import ReductionError, parse_reduction
-
-    try:
-        parse_reduction(name)
-    except ReductionError as error:
-        raise InputError(str(error)) from error
-
-
-@dataclass
-class _Run:
-    """What the executions of one pair share."""
-
-    engine: TransformersEngine
-    prompt: Prompt
-    settings: PairSettings
-    folder: Path
-    key: bytes | None
-    control: str = "observer control was not run"
-    end_ids: frozenset[int] = field(default_factory=frozenset)
 
 
 def trace_pair(
@@ -202,7 +120,7 @@ def _trace_in(
     temporary: Path | None = None,
 ) -> Pair:
     """Search a pair, its traces in a folder, and compare it."""
-    run = _Run(
+    run = Run(
         engine=engine,
         prompt=prompt,
         settings=settings,
@@ -228,7 +146,7 @@ def _say_nothing(what: str, done: int, total: int) -> None:
     """Take a report and show nothing."""
 
 
-def _search(run: _Run, progress: Progress) -> tuple[Path, Path, int]:
+def _search(run: Run, progress: Progress) -> tuple[Path, Path, int]:
     """Record the reference and candidates; return the two kept files and how many candidates ran."""
     from fliptrace.capture.observer_control import observer_control
 
@@ -236,20 +154,24 @@ def _search(run: _Run, progress: Progress) -> tuple[Path, Path, int]:
     if settings.observer_control:
         progress("observer control", 0, 1)
         if engine.simulates_atomics:
-            _set_reduction(engine, settings.reduction, settings.seed)
+            set_reduction(engine, settings.reduction, settings.seed)
         else:
             engine.set_reduction("unsplit")
         run.control = observer_control(
-            engine, run.prompt.ids, end_ids=run.end_ids, options=_options(run)
+            engine, run.prompt.ids, end_ids=run.end_ids, options=recorder_options(run)
         )
     reference = run.folder / "reference.trace"
-    first_ids = _record(run, reference, settings.reduction, settings.seed, "reference", progress)
+    first_ids = record_execution(
+        run, reference, settings.reduction, settings.seed, "reference", progress
+    )
     kept = run.folder / "candidate.trace"
     name = settings.candidate_reduction or settings.reduction
     for attempt in range(1, settings.attempts + 1):
         path = run.folder / f"candidate-{attempt}.trace"
         what = f"candidate {attempt} of at most {settings.attempts}"
-        ids = _record(run, path, name, settings.seed + attempt, what, progress, attempt=attempt)
+        ids = record_execution(
+            run, path, name, settings.seed + attempt, what, progress, attempt=attempt
+        )
         differs = ids != first_ids
         if not differs and settings.until != "token":
             with open_trace(reference) as before, open_trace(path) as after:
@@ -258,144 +180,6 @@ def _search(run: _Run, progress: Progress) -> tuple[Path, Path, int]:
         if differs:
             break
     return reference, kept, attempt
-
-
-def _record(
-    run: _Run,
-    path: Path,
-    reduction: str,
-    seed: int,
-    what: str,
-    progress: Progress,
-    attempt: int = 0,
-) -> tuple[int, ...]:
-    """Record one execution into a file and return its token ids."""
-    from fliptrace.capture.decoding import generate
-    from fliptrace.capture.recorder import Recorder
-
-    engine, settings, options = run.engine, run.settings, _options(run)
-    _set_reduction(engine, reduction, seed)
-    writer = TraceWriter(path, manifest_of(run, options, attempt))
-    recorder = Recorder(engine, writer, options)
-
-    def on_choice(step: int, choice: Any, logits: Any) -> None:
-        recorder.complete_step(step, choice, logits)
-        progress(what, step + 1, settings.max_new_tokens)
-
-    try:
-        with engine.observed(recorder, modules=settings.modules):
-            execution = generate(
-                engine,
-                run.prompt.ids,
-                max_new_tokens=settings.max_new_tokens,
-                end_ids=run.end_ids,
-                on_choice=on_choice,
-            )
-            recorder.finish()
-    except BaseException as error:
-        writer.abandon(f"{type(error).__name__}: {error}")
-        raise
-    tokenizer = engine.loaded.tokenizer
-    shown = not settings.redact
-    writer.close(
-        Closing(
-            complete=True,
-            stop_reason=execution.stop_reason,
-            steps=len(execution.token_ids),
-            text=tokenizer.decode(list(execution.token_ids), skip_special_tokens=True)
-            if shown
-            else "",
-            piece_texts=tuple(tokenizer.decode([token]) for token in execution.token_ids)
-            if shown
-            else (),
-            prompt_piece_texts=tuple(tokenizer.decode([token]) for token in run.prompt.ids)
-            if shown
-            else (),
-            not_observed=not_observed(engine, settings),
-        )
-    )
-    return execution.token_ids
-
-
-def manifest_of(run: _Run, options: RecorderOptions, attempt: int) -> Manifest:
-    """Build the manifest of an execution that is about to run."""
-    settings, prompt = run.settings, run.prompt
-    ids_text = ",".join(map(str, prompt.ids)).encode()
-    fingerprint = (
-        hmac.new(run.key, ids_text, hashlib.sha256)
-        if run.key is not None
-        else hashlib.sha256(ids_text)
-    ).hexdigest()
-    described: dict[str, Any] = {
-        name: dict(section) for name, section in run.engine.describe().items()
-    }
-    described["prompt"] = {
-        "ids_sha256": fingerprint,
-        "tokens": len(prompt.ids),
-        "chat_template": prompt.chat_template,
-        "source": prompt.source,
-    }
-    if run.key is None:
-        described["prompt"] |= {"ids": list(prompt.ids), "text": prompt.text}
-    from fliptrace.capture.decoding import TIE_RULE
-
-    described["decoding"] = {
-        "method": "greedy",
-        "tie_rule": TIE_RULE,
-        "max_new_tokens": settings.max_new_tokens,
-        "end_ids": sorted(run.end_ids) if run.key is None else [],
-    }
-    described["recording"] = {
-        **options.describe(),
-        "attempt": attempt,
-        "attempts_allowed": settings.attempts,
-        "until": settings.until,
-        "observer_control": run.control,
-        "not_observed": list(not_observed(run.engine, settings)),
-        "expected_sites": [site.path for site in run.engine.sites],
-    }
-    return Manifest(described)
-
-
-def not_observed(engine: TransformersEngine, settings: PairSettings) -> tuple[str, ...]:
-    """Say what a trace of this engine with these settings does not cover."""
-    sentences = list(engine.not_observed())
-    if settings.modules:
-        sentences.append("kernels that bypass PyTorch's dispatcher show only at the next operation")
-    if not settings.operands:
-        sentences.append(
-            "the shrinks' inputs were kept as digests of their rows, not as values (--operands keeps them)"
-        )
-    return tuple(sentences)
-
-
-def end_ids_of(engine: TransformersEngine) -> set[int]:
-    """Return the ids that end a generation: the generation configuration's, or the tokenizer's."""
-    configured = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
-    if configured is None:
-        configured = getattr(engine.loaded.tokenizer, "eos_token_id", None)
-    if configured is None:
-        return set()
-    return set(configured) if isinstance(configured, (list, tuple)) else {int(configured)}
-
-
-def _options(run: _Run) -> RecorderOptions:
-    from fliptrace.capture.recorder import RecorderOptions
-
-    settings = run.settings
-    return RecorderOptions(
-        operands=settings.operands,
-        modules=settings.modules,
-        full_logits=settings.full_logits,
-        redaction_key=run.key,
-    )
-
-
-def _set_reduction(engine: TransformersEngine, reduction: str, seed: int) -> None:
-    from fliptrace_kernels import parse_reduction
-
-    simulated = engine.simulates_atomics and not parse_reduction(reduction).is_repeatable
-    engine.set_reduction(reduction, seed if simulated else None)
 
 
 def _encode(engine: TransformersEngine, prompt: str, chat_template: bool) -> Prompt:

@@ -69,7 +69,8 @@ def lora_shrink(
                 f"on {x.device} the hardware decides the order of arrival; "
                 f"got a {schedule.describe()}. Leave schedule out, or move the tensors to the CPU"
             )
-        return _triton_shrink().shrink(x, a_slices, mapping, reduction, scale)  # type: ignore[no-any-return]
+        z: Tensor = _triton_shrink().shrink(x, a_slices, mapping, reduction, scale)
+        return z
     if schedule is None and reduction.needs_arrival_order:
         raise ReductionError(
             f"{reduction} on the CPU needs a schedule, since its order of arrival is simulated "

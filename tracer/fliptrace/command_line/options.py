@@ -1,8 +1,13 @@
-"""The choices and help panels that options of the commands share."""
+"""The choices, help panels and whole options that the commands share."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from fliptrace.command_line.running import show_version
 
 #: Headings under which --help groups options.
 MODEL, PROMPT, SEARCH, RECORDING, COMPARISON, OUTPUT = (
@@ -59,3 +64,22 @@ class LogitsName(StrEnum):
 
     NEAR_TIES = "near-ties"
     ALL = "all"
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print report.json instead of the summary.", rich_help_panel=OUTPUT
+    ),
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=OUTPUT)
+]
+#: Read by running.run from the command line itself, so that it holds for what goes wrong before a command starts.
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show tracebacks and warnings.", rich_help_panel=OUTPUT)
+]
+#: Its callback answers.
+VersionOption = Annotated[
+    bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)
+]

@@ -85,17 +85,14 @@ def _code_of(command: Callable[..., Any], name: str, typed: list[str], debug: bo
             raise
         fail(name, one_line(str(error)))
         return trouble_code(error)
-    except (
-        BrokenPipeError,
-        SystemExit,
-    ):  # typer turns the first into the second, with the code of a divergence
-        # Python would complain once more when it flushes at exit.
+    except (BrokenPipeError, SystemExit):
+        # typer turns the first into the second, with the code of a divergence; and Python would complain once more
+        # when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail(name, "whoever read the output closed it before all was printed")
         return TROUBLE
-    except (
-        Exception
-    ) as error:  # the last line of defence: a person gets one line, --debug the traceback
+    except Exception as error:
+        # The last line of defence: a person gets one line, --debug the traceback.
         if debug:
             raise
         what = f"unexpected {type(error).__name__}: {one_line(str(error))}"

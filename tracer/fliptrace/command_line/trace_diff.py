@@ -9,9 +9,18 @@ from typing import Annotated
 
 import typer
 
-from fliptrace.command_line.options import COMPARISON, OUTPUT, FailOn, RoundTo
+from fliptrace.command_line.options import (
+    COMPARISON,
+    OUTPUT,
+    DebugOption,
+    FailOn,
+    JsonOption,
+    QuietOption,
+    RoundTo,
+    VersionOption,
+)
 from fliptrace.command_line.output import show_document, show_summary
-from fliptrace.command_line.running import exit_code, progress_bar, run, show_version
+from fliptrace.command_line.running import exit_code, progress_bar, run
 
 
 def trace_diff(
@@ -42,23 +51,10 @@ def trace_diff(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print report.json instead of the summary.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=OUTPUT)
-    ] = False,
-    debug: Annotated[  # noqa: ARG001 (read by run)
-        bool,
-        typer.Option("--debug", help="Show tracebacks and warnings.", rich_help_panel=OUTPUT),
-    ] = False,
-    version: Annotated[  # noqa: ARG001 (its callback answers)
-        bool,
-        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
-    ] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,  # noqa: ARG001 (read by run)
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
 ) -> int:
     """Compare two stored traces bit by bit and name the first difference that survives the 16-bit rounding.
 

@@ -17,13 +17,17 @@ from fliptrace.command_line.options import (
     RECORDING,
     SEARCH,
     AttentionName,
+    DebugOption,
     DtypeName,
     EngineName,
     FailOn,
+    JsonOption,
     LogitsName,
+    QuietOption,
+    VersionOption,
 )
 from fliptrace.command_line.output import Output, show_document, show_summary
-from fliptrace.command_line.running import exit_code, progress_bar, run, show_version
+from fliptrace.command_line.running import exit_code, progress_bar, run
 from fliptrace.command_line.runs import trace_one, trace_several
 from fliptrace.errors import InputError
 
@@ -209,23 +213,10 @@ def trace_pair(
             rich_help_panel=OUTPUT,
         ),
     ],
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print report.json instead of the summary.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=OUTPUT)
-    ] = False,
-    debug: Annotated[  # noqa: ARG001 (read by run)
-        bool,
-        typer.Option("--debug", help="Show tracebacks and warnings.", rich_help_panel=OUTPUT),
-    ] = False,
-    version: Annotated[  # noqa: ARG001 (its callback answers)
-        bool,
-        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
-    ] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,  # noqa: ARG001 (read by run)
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
 ) -> int:
     """Run one prompt on a LoRA model until two executions differ, and find the rounding where they parted.
 

@@ -243,9 +243,8 @@ def require_new(directory: Path) -> None:
         InputError: it is not empty, or no folder.
     """
     try:
-        target = (
-            directory.resolve()
-        )  # a new name followed by .. does not exist, but what it leads to may
+        # A new name followed by .. does not exist, but what it leads to may.
+        target = directory.resolve()
         taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:
         raise InputError(

@@ -91,7 +91,11 @@ def trace_pair(
                 "trace_pair needs a LoRA adapter: give its folder or hub name as the second argument"
             )
         model = load_engine(str(model), str(adapter), engine=engine, device=device, dtype=dtype)
-    encoded = prompt if isinstance(prompt, Prompt) else _encode(model, prompt, chat_template)
+    encoded = (
+        prompt
+        if isinstance(prompt, Prompt)
+        else encode_prompt(model.loaded.tokenizer, prompt, chat_template=chat_template)
+    )
     if directory is not None:
         folder = Path(directory)
         require_new(folder)
@@ -108,9 +112,8 @@ def trace_pair(
         raise
 
 
-@torch.inference_mode(
-    False
-)  # a caller's inference mode makes tensors without the version counters that recorders read
+# A caller's inference mode would make tensors without the version counters that recorders read.
+@torch.inference_mode(False)
 def _trace_in(
     folder: Path,
     engine: TransformersEngine,
@@ -180,10 +183,6 @@ def _search(run: Run, progress: Progress) -> tuple[Path, Path, int]:
         if differs:
             break
     return reference, kept, attempt
-
-
-def _encode(engine: TransformersEngine, prompt: str, chat_template: bool) -> Prompt:
-    return encode_prompt(engine.loaded.tokenizer, prompt, chat_template=chat_template)
 
 
 def _as_keywords(settings: PairSettings | None) -> dict[str, Any]:

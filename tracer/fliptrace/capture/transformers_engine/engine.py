@@ -188,19 +188,19 @@ class TransformersEngine:
             raise RecordingError(
                 "start(prompt_ids) must come before step(), also after a step that failed: its cache is half written"
             )
-        ids = self._pending if self.runtime.step == 0 else (token_id,)
-        if None in ids or (self.runtime.step == 0 and token_id is not None):
+        if (self.runtime.step == 0) != (token_id is None):
             raise InputError(
                 "the first step runs the prompt and takes no token; every later step takes one"
             )
-        self._check_ids(ids, "token ids")  # type: ignore[arg-type]
+        ids = self._pending if token_id is None else (token_id,)
+        self._check_ids(ids, "token ids")
         limit = self.context_length
         if limit is not None and self._position + len(ids) > limit:
             raise InputError(
                 f"the context of {limit} positions is full at step {self.runtime.step}"
             )
         if self._observer is not None:
-            self._observer.begin_step(self.runtime.step, self._position, ids)  # type: ignore[arg-type]
+            self._observer.begin_step(self.runtime.step, self._position, ids)
         inputs = torch.tensor([ids], dtype=torch.long, device=self.device)
         # A forward that fails leaves a cache that nothing may go on from.
         cache, self._cache = self._cache, None

@@ -1,0 +1,3 @@
+"""Search a pair for what flipped its token: roots, coordinates, sets, layers, the first step, past against present."""
+
+from __future__ import annotations

@@ -1,9 +1,37 @@
-"""Substitute recorded values into an execution, continue it, and judge whether the output changes.
-
-Nothing is here yet. The package exists so that the layers (interventions import the tracer, never
-the reverse) hold from the first release on; edits and judgements come in a later one.
-"""
+"""Substitute recorded values into an execution, continue it, and judge whether the output changes."""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from fliptrace_interventions.edits import (
+    CacheEdit,
+    CachePart,
+    Edit,
+    ForcedTokens,
+    GivenValue,
+    ReplayShrinks,
+    ShrinkEdit,
+    Source,
+    edits_from_json,
+    edits_to_json,
+)
+from fliptrace_interventions.outcomes import gsm8k_answer
+from fliptrace_interventions.recorded import RecordedExecution
+from fliptrace_interventions.selection import Selection
+from fliptrace_interventions.workbench import Workbench
+
+__all__ = [
+    "CacheEdit",
+    "CachePart",
+    "Edit",
+    "ForcedTokens",
+    "GivenValue",
+    "RecordedExecution",
+    "ReplayShrinks",
+    "Selection",
+    "ShrinkEdit",
+    "Source",
+    "Workbench",
+    "edits_from_json",
+    "edits_to_json",
+    "gsm8k_answer",
+]

@@ -17,8 +17,26 @@ DEFAULT_BLOCK_K: Final[dict[str, int]] = {
     "deterministic": 32,
     # One split walks all of K, so a larger block halves its loop.
     "unsplit": 64,
+    # As atomic and deterministic.
+    "tree": 32,
+    "local": 32,
 }
 """K block that a short form such as `atomic:8` stands for."""
+
+DEFAULT_SPLITS: Final[dict[str, int]] = {"unsplit": 1, "local": 32}
+"""Splits of the kinds that may be named without a number."""
+
+LOCAL_SPLITS: Final = (8, 16, 32, 64)
+LOCAL_BLOCK_K: Final = 32
+LOCAL_GROUP: Final = 4  # consecutive partials that are added up first
+
+VLLM_ROWS: Final = 128
+VLLM_FEW_ROWS: Final = (64, 256)
+VLLM_MANY_ROWS: Final = (8, 32)
+"""Splits and K block that vLLM takes below and from VLLM_ROWS rows.
+
+Source: vLLM 0.26 to 0.32, get_lora_op_configs without a tuned configuration.
+"""
 
 MIN_BLOCK_K: Final = 16  # the smallest K of a 16-bit matrix instruction
 MAX_BLOCK_K: Final = 1024

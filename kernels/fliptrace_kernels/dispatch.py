@@ -1,13 +1,15 @@
 """One call for every device: check the arguments, then run the implementation that fits.
 
 CPU tensors run the plain-torch specification (in its vectorised form), CUDA tensors run Triton
-kernels. Nothing falls back silently: a call that cannot run as asked is refused with the reason.
+kernels, or for `local` a CUDA kernel. Nothing falls back silently: a call that cannot run as asked
+is refused with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Final
 
@@ -33,11 +35,13 @@ def lora_shrink(
     scale: float = 1.0,
     schedule: ArrivalSchedule | None = None,
     call_key: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute z = scale * (x Aᵀ) in FP32, summed over K in a stated order.
 
     Args:
-        x: inputs, [M, K], BF16, FP16 or FP32, on CPU or CUDA. M may be 0.
+        x: inputs, [M, K], BF16, FP16 or FP32 (`local` on CUDA: BF16 or FP16), on CPU or CUDA, any
+            strides. M may be 0.
         a_slices: one tensor per slice, all [R, K] or all [adapters, R, K], dtype and device of x.
         mapping: adapter of each row, [M], int32, on the device of x; -1 means none, and such
             rows come out as 0.0. None means adapter 0 for every row, and needs a single adapter.
@@ -48,9 +52,11 @@ def lora_shrink(
         schedule: for `atomic` on the CPU: simulated orders of arrival. Repeatable reductions do
             not look at it. On CUDA the hardware orders, and a schedule is refused.
         call_key: names this call to the schedule, such as a number built from step and site.
+        out: where to write, [slices, M, R], FP32, on the device of x, any strides as long as no
+            two elements share memory. Every element is written. None means a new tensor.
 
     Returns:
-        Outputs, [slices, M, R], FP32, contiguous, on the device of x.
+        Outputs, [slices, M, R], FP32, on the device of x: `out`, or a new contiguous tensor.
 
     Raises:
         ReductionError: if the reduction is unknown, `atomic` has no schedule on the CPU, or a
@@ -63,22 +69,34 @@ def lora_shrink(
     """
     reduction = as_reduction(reduction)
     _check(x, a_slices, mapping)
+    reduction = reduction.for_rows(x.shape[0])
+    if out is not None:
+        _check_out(out, (len(a_slices), x.shape[0], a_slices[0].shape[-2]), x.device)
     if x.device.type == "cuda":
         if schedule is not None:
             raise ReductionError(
                 f"on {x.device} the hardware decides the order of arrival; "
                 f"got a {schedule.describe()}. Leave schedule out, or move the tensors to the CPU"
             )
-        z: Tensor = _triton_shrink().shrink(x, a_slices, mapping, reduction, scale)
-        return z
+        _check_cuda_dtype(x.dtype, reduction)
+        if out is None:
+            out = torch.empty(
+                (len(a_slices), x.shape[0], a_slices[0].shape[-2]),
+                dtype=torch.float32,
+                device=x.device,
+            )
+        if reduction.kind == "local":
+            _local().shrink(x, a_slices, mapping, reduction.splits, float(scale), out)
+        else:
+            _triton_shrink().shrink(x, a_slices, mapping, reduction, scale, out)
+        return out
     if schedule is None and reduction.needs_arrival_order:
         raise ReductionError(
             f"{reduction} on the CPU needs a schedule, since its order of arrival is simulated "
             "there; got none. Pass schedule=ArrivalSchedule(seed)"
         )
-    return vectorised.shrink(
-        x.contiguous(), a_slices, mapping, reduction, scale, schedule, call_key
-    )
+    z = vectorised.shrink(x.contiguous(), a_slices, mapping, reduction, scale, schedule, call_key)
+    return z if out is None else out.copy_(z)
 
 
 def launch_configuration(
@@ -98,16 +116,16 @@ def launch_configuration(
         reduction: a `Reduction` or its name.
 
     Returns:
-        JSON values: reduction, implementation ('torch specification' or 'triton'), kernel, grid,
-        block sizes, num_warps, num_stages and versions. What an implementation does not have is
-        None.
+        JSON values: reduction (what a call of this many rows runs), implementation ('torch
+        specification', 'triton' or 'cuda'), kernel, grid, block sizes, num_warps, num_stages and
+        versions. What an implementation does not have is None.
 
     Raises:
         ReductionError: if the reduction is unknown.
         ShrinkInputError: if shapes, dtype or device are not those of a shrink.
         LaunchError: if the kernels are not available here.
     """
-    reduction = as_reduction(reduction)
+    reduction = as_reduction(reduction).for_rows(x_shape[0])
     device = torch.device(device)
     _check_kinds(dtype, device)
     common: dict[str, Json] = {
@@ -118,10 +136,14 @@ def launch_configuration(
         "torch": torch.__version__,
     }
     if device.type == "cuda":
-        triton: dict[str, Json] = _triton_shrink().describe_launch(
-            tuple(x_shape), [tuple(shape) for shape in a_shapes], dtype, reduction
+        _check_cuda_dtype(dtype, reduction)
+        shapes = tuple(x_shape), [tuple(shape) for shape in a_shapes]
+        described: dict[str, Json] = (
+            _local().describe_launch(*shapes, dtype, reduction.splits)
+            if reduction.kind == "local"
+            else _triton_shrink().describe_launch(*shapes, dtype, reduction)
         )
-        return common | triton
+        return common | described
     return common | {
         "implementation": "torch specification",
         "kernel": "fliptrace_kernels.vectorised.shrink",
@@ -179,11 +201,50 @@ def _check(x: Tensor, a_slices: Sequence[Tensor], mapping: Tensor | None) -> Non
             )
 
 
+def _check_out(out: Tensor, shape: tuple[int, int, int], device: torch.device) -> None:
+    if out.shape != shape or out.dtype != torch.float32 or out.device != device:
+        raise ShrinkInputError(
+            f"out must be float32 {list(shape)} on {device}; "
+            f"got {out.dtype} {list(out.shape)} on {out.device}"
+        )
+    strides = sorted(
+        (stride, size) for stride, size in zip(out.stride(), shape, strict=True) if size > 1
+    )
+    reach = 1  # elements that the dimensions seen so far cover, from first to last
+    for stride, size in strides:
+        if out.numel() and stride < reach:
+            raise ShrinkInputError(
+                "out must give every element memory of its own; got strides "
+                f"{list(out.stride())} for shape {list(shape)}. Pass a tensor that is not expanded"
+            )
+        reach += stride * (size - 1)
+
+
+def _check_cuda_dtype(dtype: torch.dtype, reduction: Reduction) -> None:
+    if reduction.kind == "local" and dtype not in (torch.bfloat16, torch.float16):
+        raise ShrinkInputError(
+            f"{reduction} on CUDA takes bfloat16 or float16; got {dtype}. "
+            f"Use deterministic:{reduction.splits} for it, or run {reduction} on the CPU"
+        )
+
+
 def _check_kinds(dtype: torch.dtype, device: torch.device) -> None:
     if dtype not in _DTYPES:
         raise ShrinkInputError(f"a shrink takes bfloat16, float16 or float32; got {dtype}")
     if device.type not in ("cpu", "cuda"):
         raise ShrinkInputError(f"a shrink runs on cpu or cuda; got {device}")
+
+
+@cache
+def _local() -> ModuleType:
+    """Import the CUDA kernel of `local` on first use."""
+    try:
+        return import_module("fliptrace_kernels.local")
+    except ImportError as error:
+        raise LaunchError(
+            f"local on CUDA needs its compiled kernel; importing it failed: {error}. "
+            "Use deterministic:8, or run local on the CPU"
+        ) from error
 
 
 @cache

@@ -9,9 +9,14 @@ Order (all accumulation in FP32, every operation rounded on its own, nothing con
 3. Blocks are dealt to splits round-robin: split p takes blocks p, p + S, p + 2S, ... and adds
    them one after another to a partial that starts at 0.0.
 4. Partials are scaled here if the reduction scales at the partial.
-5. Partials are added one after another to a total that starts at 0.0: in increasing split order,
-   or for `atomic` in the order of arrival, which is an argument here. One split is not added to
-   anything: the partial is the total.
+5. Partials are added up. One split is not added to anything: the partial is the total. Else
+   - `deterministic`: one after another, in increasing split order, to a total that starts at 0.0;
+   - `atomic`: as `deterministic`, but in the order of arrival, which is an argument here;
+   - `tree`: neighbours are added (0 and 1, 2 and 3, ...), then neighbouring sums, until one is
+     left; with 8 splits ((p0 + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7));
+   - `local`: partials 0 to 3, 4 to 7, ... form groups; inside a group they are added in increasing
+     order, starting from its first; then the group sums in increasing order, starting from the
+     first; with 8 splits (((p0 + p1) + p2) + p3) + (((p4 + p5) + p6) + p7).
 6. The total is scaled here if the reduction scales at the total.
 
 Every step is an elementwise IEEE operation, so a row's bits do not depend on the number of rows,
@@ -29,6 +34,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fliptrace_kernels.configurations import LOCAL_GROUP
 from fliptrace_kernels.errors import ReductionError, ShrinkInputError
 from fliptrace_kernels.reduction import Reduction, as_reduction
 
@@ -65,12 +71,12 @@ def partials(x: Tensor, a: Tensor, reduction: Reduction | str, scale: float = 1.
     Raises:
         ShrinkInputError: if the shapes or dtypes do not fit.
     """
-    reduction = as_reduction(reduction)
     if x.ndim != 2 or a.ndim != 2 or x.shape[1] != a.shape[1] or x.dtype != a.dtype:
         raise ShrinkInputError(
             "partials needs x [M, K] and a [R, K] of one dtype; "
             f"got x {list(x.shape)} {x.dtype} and a {list(a.shape)} {a.dtype}"
         )
+    reduction = as_reduction(reduction).for_rows(x.shape[0])
     block_k, splits = reduction.block_k, reduction.splits
     rows, size = x.shape
     blocks = -(-size // block_k)
@@ -110,22 +116,39 @@ def combine(
     Raises:
         ReductionError: if an order is missing, or given to a reduction whose order is fixed.
     """
-    reduction = as_reduction(reduction)
+    reduction = as_reduction(reduction).for_rows(partial_sums.shape[1])
     if reduction.needs_arrival_order != (order is not None):
         raise ReductionError(
             f"{reduction} needs an order of arrival; got none"
             if order is None
             else f"{reduction} adds in an order of its own; got another"
         )
-    if reduction.splits == 1:
-        total = partial_sums[0]
+    if order is not None:
+        partial_sums = torch.gather(partial_sums, 0, order.permute(2, 0, 1))
+    terms = list(partial_sums)
+    if reduction.kind == "tree":
+        total = _add_neighbours(terms)
+    elif reduction.kind == "local":
+        starts = range(0, reduction.splits, LOCAL_GROUP)
+        total = _add_in_order([_add_in_order(terms[i : i + LOCAL_GROUP]) for i in starts])
+    elif reduction.splits == 1:
+        total = terms[0]
     else:
-        if order is not None:
-            partial_sums = torch.gather(partial_sums, 0, order.permute(2, 0, 1))
-        total = torch.zeros_like(partial_sums[0])
-        for partial in partial_sums:
-            total = total + partial
+        total = _add_in_order([torch.zeros_like(terms[0]), *terms])
     return total * scale if reduction.scale_at == "total" else total
+
+
+def _add_in_order(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _add_neighbours(terms: Sequence[Tensor]) -> Tensor:
+    while len(terms) > 1:
+        terms = [terms[i] + terms[i + 1] for i in range(0, len(terms), 2)]
+    return terms[0]
 
 
 def shrink(

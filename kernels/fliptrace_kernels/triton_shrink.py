@@ -33,16 +33,14 @@ def shrink(
     mapping: Tensor | None,
     reduction: Reduction,
     scale: float,
-) -> Tensor:
-    """Run one shrink on the device of x; arguments as `lora_shrink` has checked them.
-
-    Returns:
-        Outputs, [slices, M, R], FP32, contiguous.
+    out: Tensor,
+) -> None:
+    """Run one shrink on the device of x into out; arguments as `lora_shrink` has checked them.
 
     Raises:
         LaunchError: if a tile does not fit this device.
     """
-    return _shrink(x, a_slices, mapping, reduction, scale, None)
+    out.copy_(_shrink(x, a_slices, mapping, reduction, scale, None))
 
 
 def shrink_with_partials(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fliptrace_kernels.arrival import ArrivalSchedule
+from fliptrace_kernels.configurations import LOCAL_GROUP
 from fliptrace_kernels.reduction import Reduction
 
 _WORKSPACE_ELEMENTS: Final = 1 << 18  # 1 MiB of products stays in a second-level cache
@@ -113,21 +114,44 @@ def _rows(
                 rank=outputs // slices,
                 splits=reduction.splits,
             )
-            columns: Sequence[Tensor] = torch.gather(sums, 2, order).unbind(2)
+            total = _in_order_from_zero(torch.gather(sums, 2, order).unbind(2))
         else:
-            columns = workspace.columns
-        if reduction.splits == 1:
-            total = columns[0].clone(memory_format=torch.contiguous_format)
-        else:
-            total = columns[0] + 0.0
-            for column in columns[1:]:
-                total += column
+            total = _total(workspace, reduction)
         if reduction.scale_at == "total" and scale != 1.0:
             total.mul_(scale)
         values.append(total)
     if len(values) == 1:
         return values[0].contiguous()
     return torch.cat(values) if values else torch.zeros(0, outputs, dtype=torch.float32)
+
+
+def _total(workspace: _Workspace, reduction: Reduction) -> Tensor:
+    """Add the partials in `workspace` up in a fixed order, [rows, outputs]; no view of it."""
+    if reduction.kind == "tree":
+        sums = workspace.sums
+        while sums.shape[-1] > 1:
+            sums = sums[..., 0::2] + sums[..., 1::2]
+        return sums[..., 0]
+    if reduction.kind == "local":
+        groups = workspace.sums.view(*workspace.sums.shape[:2], -1, LOCAL_GROUP)
+        return _in_order(_in_order(groups.unbind(-1)).unbind(-1))
+    if reduction.splits == 1:
+        return workspace.sums[..., 0].clone(memory_format=torch.contiguous_format)
+    return _in_order_from_zero(workspace.columns)
+
+
+def _in_order(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0] + terms[1]
+    for term in terms[2:]:
+        total += term
+    return total
+
+
+def _in_order_from_zero(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0] + 0.0
+    for term in terms[1:]:
+        total += term
+    return total
 
 
 class _Workspace:

@@ -112,6 +112,61 @@ def test_mapped_rows_keep_their_own_orders():
     assert same_bits(mapped[:, mapping == 0], plain[:, mapping == 0])
 
 
+OUTPUTS = {
+    "contiguous": lambda: torch.full((2, 5, 8), float("nan")),
+    "rows apart": lambda: torch.full((2, 5, 20), float("nan"))[..., :8],
+    "ranks first": lambda: torch.full((8, 2, 5), float("nan")).permute(1, 2, 0),
+    "rows first": lambda: torch.full((5, 2, 8), float("nan")).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", OUTPUTS)
+@pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "tree:8", "local", "atomic:vllm"])
+def test_output_of_the_caller(name, layout):
+    """An output of any strides is written in place, every element of it, and returned."""
+    x, a = weight(5, 100), weight(2, 8, 100, seed=1)
+    mapping = torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32)
+    arguments = {"reduction": name, "schedule": ArrivalSchedule(5), "scale": 0.7}
+    out = OUTPUTS[layout]()
+    result = lora_shrink(x, [a, a], mapping, **arguments, out=out)
+    assert result is out
+    assert same_bits(out, lora_shrink(x, [a, a], mapping, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("out", "match"),
+    [
+        (torch.zeros(1, 2, 4), r"\[1, 2, 3\].*\[1, 2, 4\]"),
+        (torch.zeros(1, 2, 3).double(), "float64"),
+        (torch.zeros(1, 2, 3, device="meta"), "meta"),
+        (torch.zeros(1, 1, 3).expand(1, 2, 3), "expanded"),
+        (torch.zeros(9).as_strided((1, 2, 3), (9, 2, 1)), "memory of its own"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(out, match):
+    """Shape, dtype, device and overlapping memory of an output are checked."""
+    with pytest.raises(ShrinkInputError, match=match):
+        lora_shrink(torch.zeros(2, 8), [torch.zeros(3, 8)], reduction="unsplit", out=out)
+
+
+def test_local_on_cuda_takes_16_bits():
+    """FP32 inputs of local are refused by name on CUDA, and run on the CPU."""
+    shapes = [1, 64], [[16, 64]]
+    with pytest.raises(ShrinkInputError, match=r"bfloat16 or float16; got torch\.float32"):
+        launch_configuration(*shapes, torch.float32, "cuda", "local")
+    assert launch_configuration(*shapes, torch.float32, "cpu", "local")["block_k"] == 32
+    assert lora_shrink(torch.ones(1, 64), [torch.ones(2, 64)], reduction="local")[0, 0, 0] == 64
+
+
+def test_configuration_states_what_vllm_chooses():
+    """atomic:vllm is recorded as the reduction that a call of that many rows runs."""
+    found = [
+        launch_configuration([rows, 576], [[16, 576]], torch.bfloat16, "cpu", "atomic:vllm")
+        for rows in (1, 128)
+    ]
+    assert [each["reduction"] for each in found] == ["atomic:64/256", "atomic:8/32"]
+
+
 @pytest.mark.parametrize("mapping", [None, torch.zeros(0, dtype=torch.int32)])
 def test_no_rows(mapping):
     """M = 0 gives an empty output."""

@@ -20,6 +20,13 @@ from fliptrace_kernels.configurations import DEFAULT_BLOCK_K, launch_for
         ("unsplit/32", "unsplit/32"),
         ("deterministic:8", "deterministic:8/32"),
         (" deterministic:64/1024 ", "deterministic:64/1024"),
+        ("deterministic:8/256", "deterministic:8/256"),
+        ("tree:8", "tree:8/32"),
+        ("tree:64/128", "tree:64/128"),
+        ("local", "local:32/32"),
+        ("local:8", "local:8/32"),
+        ("local:64/32", "local:64/32"),
+        ("atomic:vllm", "atomic:vllm"),
         ("atomic_sk8", "atomic:8/32"),
         ("sk1", "unsplit/64"),
         ("det_sk8", "deterministic:8/32"),
@@ -46,7 +53,15 @@ def test_names_give_identities(text, identity):
         "atomic:8/2048",
         "atomic:8/32/32",
         "unsplit:2",
-        "tree:8",
+        "tree",
+        "tree:1",
+        "tree:6",
+        "local:4",
+        "local:24",
+        "local:32/64",
+        "vllm",
+        "vllm:64/256",
+        "atomic:vllm/32",
         "Atomic:8",
         "sk2",
         "sk0",
@@ -80,9 +95,35 @@ def test_identity_and_json_round_trip(kind, splits, block_k):
     assert Reduction.from_json(json.loads(json.dumps(reduction.to_json()))) == reduction
 
 
+@pytest.mark.parametrize("name", ["tree:2", "tree:64/1024", "local", "local:8", "atomic:vllm"])
+def test_kinds_with_fewer_choices_round_trip(name):
+    """Kinds that allow few splits or blocks are read back equal, too."""
+    reduction = parse_reduction(name)
+    assert parse_reduction(str(reduction)) == reduction
+    assert Reduction.from_json(json.loads(json.dumps(reduction.to_json()))) == reduction
+
+
+def test_vllm_chooses_by_the_number_of_rows():
+    """atomic:vllm is vLLM's split 64 below 128 rows and its split 8 from there; others stay."""
+    vllm = parse_reduction("atomic:vllm")
+    assert [str(vllm.for_rows(rows)) for rows in (0, 1, 127)] == ["atomic:64/256"] * 3
+    assert [str(vllm.for_rows(rows)) for rows in (128, 8192)] == ["atomic:8/32"] * 2
+    for name in ("atomic:8", "unsplit", "deterministic:8", "tree:8", "local"):
+        assert parse_reduction(name).for_rows(1) is parse_reduction(name)
+    with pytest.raises(ReductionError, match="atomic:8/32"):
+        Reduction("vllm", 8, 32)
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"kind": "tree"}, {"scale_at": "total"}, {"scale_at": ""}, {"dealing": "chunks"}, {"more": 1}],
+    [
+        {"kind": "tree"},
+        {"kind": "fast"},
+        {"scale_at": "total"},
+        {"scale_at": ""},
+        {"dealing": "chunks"},
+        {"more": 1},
+    ],
 )
 def test_stored_nonsense_is_refused(change):
     """A stored reduction with a wrong, empty or unknown field is refused."""
@@ -94,6 +135,9 @@ def test_stored_nonsense_is_refused(change):
     ("text", "repeatable", "scale_at"),
     [
         ("atomic:8", False, "partial"),
+        ("atomic:vllm", False, "partial"),
+        ("tree:8", True, "total"),
+        ("local", True, "total"),
         ("atomic:1", True, "partial"),
         ("unsplit", True, "total"),
         ("deterministic:8", True, "total"),
@@ -103,6 +147,7 @@ def test_repeatable_by_construction(text, repeatable, scale_at):
     """Only atomics with more than one split have no fixed order; the scale follows the kind."""
     reduction = parse_reduction(text)
     assert reduction.is_repeatable is repeatable
+    assert reduction.is_batch_invariant is repeatable
     assert reduction.scale_at == scale_at
 
 
@@ -111,6 +156,9 @@ def test_sentences_differ():
     assert "order of arrival" in parse_reduction("atomic:8").describe()
     assert "increasing split order" in parse_reduction("deterministic:8").describe()
     assert "blocks of 64" in parse_reduction("unsplit").describe()
+    assert "tree of neighbours" in parse_reduction("tree:8").describe()
+    assert "each 4 consecutive" in parse_reduction("local").describe()
+    assert "depends on how many rows" in parse_reduction("atomic:vllm").describe()
 
 
 def test_launches_fit_shared_memory():
@@ -121,4 +169,4 @@ def test_launches_fit_shared_memory():
                 launch = launch_for(rank=rank, block_k=block_k, element_bytes=size)
                 tile = (launch.block_m + launch.block_n) * block_k * size * launch.num_stages
                 assert tile <= 96 * 1024
-    assert set(DEFAULT_BLOCK_K) == {"atomic", "deterministic", "unsplit"}
+    assert set(DEFAULT_BLOCK_K) == {"atomic", "deterministic", "local", "tree", "unsplit"}

@@ -25,6 +25,11 @@ REDUCTIONS = [
     "unsplit",
     "deterministic:8",
     "deterministic:5/64",
+    "tree:4/16",
+    "tree:8",
+    "local:8",
+    "local",
+    "atomic:vllm",
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -58,7 +63,7 @@ calls = st.builds(
 
 def plain_loops(call, reduction, scale, schedule=None, key=0):
     x, weights, mapping = call
-    reduction = parse_reduction(reduction)
+    reduction = parse_reduction(reduction).for_rows(x.shape[0])
     orders = None
     if reduction.needs_arrival_order:
         orders = schedule.orders(
@@ -89,7 +94,7 @@ def test_vectorised_equals_plain_loops_bit_for_bit(call, name, scale):
 def test_error_against_float64_is_bounded(call, name, scale):
     """Every output is as near to the exact sum as its number of roundings promises."""
     x, weights, mapping = call
-    reduction = parse_reduction(name)
+    reduction = parse_reduction(name).for_rows(x.shape[0])
     result = lora_shrink(
         x, weights, mapping, reduction=name, scale=scale, schedule=ArrivalSchedule(3)
     )
@@ -134,12 +139,28 @@ def test_total_is_partials_in_order():
     assert same_bits(result[0], total * 0.7)
 
 
+def test_tree_and_local_orders_by_hand():
+    """The trees of `tree:8` and `local:8`, written out, give the bits of the implementation."""
+    call = random_call(4, 5, 600, 16, 1, torch.bfloat16)
+    p = partials(call[0], call[1][0], "tree:8")
+    pairs = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]))
+    groups = (((p[0] + p[1]) + p[2]) + p[3]) + (((p[4] + p[5]) + p[6]) + p[7])
+    tree = lora_shrink(call[0], call[1], reduction="tree:8", scale=0.7)[0]
+    local = lora_shrink(call[0], call[1], reduction="local:8", scale=0.7)[0]
+    assert same_bits(tree, pairs * 0.7)
+    assert same_bits(local, groups * 0.7)
+    assert not same_bits(tree, local)
+    assert same_bits(p, partials(call[0], call[1][0], "local:8"))
+
+
 def test_negative_zero_products():
-    """A row of zeros gives +0.0 whatever the signs, in both implementations."""
+    """A row of zeros gives +0.0 whatever the signs; only a scaled total can be -0.0."""
     x, a = torch.zeros(2, 64), -torch.ones(3, 64)
     for name in REDUCTIONS:
         result = lora_shrink(x, [a], reduction=name, schedule=ArrivalSchedule(0))
         assert same_bits(result, torch.zeros(1, 2, 3))
+        scaled = lora_shrink(x, [a], reduction=name, schedule=ArrivalSchedule(0), scale=-1.0)
+        assert same_bits(scaled, plain_loops((x, [a], None), name, -1.0, ArrivalSchedule(0)))
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

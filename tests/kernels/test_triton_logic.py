@@ -44,7 +44,8 @@ for name in ("unsplit/32", "atomic:8", "deterministic:8", "deterministic:3/64", 
         mapping = None
         if adapters:
             mapping = torch.randint(-1, adapters, (rows,), generator=generator).int()
-        result = triton_shrink.shrink(x, weights, mapping, reduction, 0.7)
+        result = torch.full((slices, rows, rank), float("nan"))
+        triton_shrink.shrink(x, weights, mapping, reduction, 0.7, result)
         orders = None
         if reduction.needs_arrival_order:
             orders = ArrivalSchedule(1).orders(
@@ -63,7 +64,8 @@ for name in ("unsplit/32", "atomic:8", "deterministic:8", "deterministic:3/64", 
 x, weights = torch.randn(3, 64), [torch.randn(2, 16, 64)]
 for name in ("unsplit", "atomic:8", "deterministic:8"):
     mapping = torch.tensor([0, 5, 1], dtype=torch.int32)
-    result = triton_shrink.shrink(x, weights, mapping, parse_reduction(name), 1.0)
+    result = torch.full((1, 3, 16), float("inf"))
+    triton_shrink.shrink(x, weights, mapping, parse_reduction(name), 1.0, result)
     assert result.isnan().all(-1).tolist() == [[False, True, False]]
 print("done")
 """

@@ -16,6 +16,7 @@ SOURCE_ROOTS = [ROOT / "tracer", ROOT / "interventions", ROOT / "kernels"]
 
 # Where each third party may be imported: module prefixes. torch is allowed everywhere.
 HOMES = {
+    "cuda": {"fliptrace_kernels.local"},
     "jinja2": {"fliptrace.views"},
     "networkx": {"fliptrace.analysis"},
     "peft": {"fliptrace.capture"},
@@ -29,7 +30,7 @@ HOMES = {
     "vllm": set(),
     "xxhash": {"fliptrace.store"},
 }
-KERNELS_MAY_IMPORT = {"fliptrace_kernels", "torch", "triton"}
+KERNELS_MAY_IMPORT = {"cuda", "fliptrace_kernels", "torch", "triton"}
 NOT_AT_IMPORT = ("transformers", "peft", "plotly", "networkx", "pyarrow", "rich", "typer", "ray")
 
 

@@ -1,0 +1,220 @@
+"""How tokens, ranks and splits are laid on instructions, warps and blocks, and which layout is used.
+
+An arrangement changes the time of a launch and never a bit of its result (`source.cu` says why), so
+it may follow the number of rows. The choice is a fixed formula over a fixed list, with figures of an
+NVIDIA H200; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+BLOCK_K: Final = 32
+"""K block of every `local` reduction."""
+GROUP: Final = 4
+"""Consecutive splits added together before the groups are."""
+SPLITS: Final = (8, 16, 32, 64)
+"""Numbers of splits that `local` takes."""
+MAX_TOKENS: Final = 32  # of one block: each lane of a warp holds the adapter of one
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A layout of one block.
+
+    Attributes:
+        diagonal: C, splits that share one matrix instruction: 1, 2, 4 or 8.
+        halves: 2 if all 16 rows of the instruction carry tokens, 1 if only the first 8 do.
+        token_tiles: instruction tiles of one warp along the tokens.
+        rank_tiles: instruction tiles of one warp along the ranks.
+        token_warps: warps of a block along the tokens.
+        rank_warps: warps of a block along the ranks.
+        depth: steps of K loaded ahead; 0 lets `depth_for` choose.
+        min_blocks: blocks that must fit one multiprocessor at once, for the register allocator.
+    """
+
+    diagonal: int
+    halves: int
+    token_tiles: int = 1
+    rank_tiles: int = 1
+    token_warps: int = 1
+    rank_warps: int = 1
+    depth: int = 0
+    min_blocks: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Rows of x per block."""
+        return self.token_warps * self.token_tiles * 8 * self.halves // self.diagonal
+
+    @property
+    def ranks(self) -> int:
+        """Columns of the output per block."""
+        return self.rank_warps * self.rank_tiles * self.ranks_per_tile
+
+    @property
+    def ranks_per_tile(self) -> int:
+        """Ranks of one matrix instruction."""
+        return 8 // self.diagonal
+
+    @property
+    def sets(self) -> int:
+        """Chains of matrix instructions that one warp keeps at once, per tile."""
+        return max(1, GROUP // self.diagonal)
+
+    def units(self, splits: int) -> int:
+        """Return the warps of a block along the splits; 0 if the arrangement is too wide."""
+        return splits // (self.diagonal * self.sets)
+
+    def threads(self, splits: int) -> int:
+        """Return the threads of a block."""
+        return 32 * self.units(splits) * self.token_warps * self.rank_warps
+
+    def fits(self, splits: int) -> bool:
+        """Tell whether such a block can exist."""
+        threads = self.threads(splits)
+        return (
+            0 < threads * self.min_blocks <= 2048
+            and threads <= 1024
+            and (self.tokens <= MAX_TOKENS)
+        )
+
+    def shared_bytes(self, splits: int) -> int:
+        """Return the dynamic shared memory of a block; the arithmetic of `source.cu`."""
+        if self.diagonal > 1:
+            sums = self.tokens * self.ranks * (splits + 4)
+        else:
+            stride = self.ranks if self.ranks // 8 % 2 else self.ranks + 8
+            sums = self.units(splits) * self.tokens * stride
+        return 4 * (32 + sums)
+
+    def steps(self, size: int, splits: int) -> int:
+        """Return how many fragments one warp loads per tile."""
+        blocks = -(-size // BLOCK_K)
+        return -(-blocks // splits) * self.sets
+
+    def is_unrolled(self, size: int, splits: int) -> bool:
+        """Tell whether the loop over K is laid out whole; the condition of `source.cu`."""
+        return self.steps(size, splits) * self.token_tiles * self.rank_tiles <= 192
+
+    def column_tiles(self, rank: int, slices: int) -> int:
+        """Return the instruction tiles along the ranks of all slices of a launch."""
+        return slices * -(-rank // self.ranks_per_tile)
+
+    def grid(self, rows: int, rank: int, slices: int, adapters: int) -> tuple[int, int, int]:
+        """Return the grid of a launch; adapters is 1 without a mapping."""
+        per_block = self.rank_warps * self.rank_tiles
+        passes = min(adapters, rows, self.tokens, 8)
+        columns = self.column_tiles(rank, slices)
+        return -(-columns // per_block), -(-rows // self.tokens), passes
+
+    def registers_of_chains(self) -> int:
+        """Return the registers of a thread that hold running sums."""
+        return 4 * self.sets * self.token_tiles * self.rank_tiles
+
+    def depth_for(self, size: int, splits: int) -> int:
+        """Return the steps loaded ahead: what the registers of a thread allow, at most 8."""
+        steps = self.steps(size, splits)
+        depth = self.depth
+        if depth == 0:
+            registers = min(255, 65536 // (self.threads(splits) * self.min_blocks)) - 44
+            fragment = 4 * (self.token_tiles * self.halves + self.rank_tiles)
+            depth = max(1, min(8, (registers - self.registers_of_chains()) // fragment))
+        depth = min(depth, steps)
+        if not self.is_unrolled(size, splits):
+            depth = 1 << (depth.bit_length() - 1)
+        return depth
+
+
+CANDIDATES: Final = (
+    Arrangement(8, 1),  # 1 token x 1 rank
+    Arrangement(8, 1, rank_tiles=2),  # 1 x 2
+    Arrangement(8, 1, rank_warps=2),  # 1 x 2
+    Arrangement(8, 2),  # 2 x 1
+    Arrangement(8, 2, rank_tiles=2),  # 2 x 2
+    Arrangement(4, 1),  # 2 x 2
+    Arrangement(4, 2),  # 4 x 2
+    Arrangement(4, 2, rank_tiles=2),  # 4 x 4
+    Arrangement(2, 1),  # 4 x 4
+    Arrangement(2, 2),  # 8 x 4
+    Arrangement(2, 2, rank_tiles=2),  # 8 x 8
+    Arrangement(1, 1),  # 8 x 8
+    Arrangement(1, 2),  # 16 x 8
+    Arrangement(1, 2, rank_tiles=2),  # 16 x 16
+    Arrangement(1, 2, rank_warps=2),  # 16 x 16
+    Arrangement(1, 2, rank_tiles=3),  # 16 x 24
+    Arrangement(1, 2, rank_tiles=2, rank_warps=2),  # 16 x 32
+    Arrangement(1, 2, rank_tiles=3, rank_warps=2),  # 16 x 48
+    Arrangement(1, 2, token_tiles=2),  # 32 x 8
+    Arrangement(1, 2, token_tiles=2, rank_tiles=2),  # 32 x 16
+    Arrangement(1, 2, token_tiles=2, rank_tiles=3),  # 32 x 24
+    Arrangement(1, 2, token_warps=2, rank_tiles=3),  # 32 x 24
+    Arrangement(1, 2, token_tiles=2, rank_tiles=2, rank_warps=2),  # 32 x 32
+    Arrangement(1, 2, token_tiles=2, rank_tiles=3, rank_warps=2),  # 32 x 48
+)
+"""Every layout that `choose` picks from."""
+
+ROW_STEPS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""The choice is made for the first of these that is not below the rows; the last stands for more."""
+
+# Figures of an NVIDIA H200, in bytes per microsecond where nothing else is said.
+_MULTIPROCESSORS: Final = 132
+_L2_TO_ONE: Final = 64 * 1755.0  # 64 bytes per clock and multiprocessor
+_L2_TO_ALL: Final = 5.5e6
+_MEMORY: Final = 4.3e6
+_LATENCY: Final = 0.9  # microseconds of one block that waits for memory once
+_REGISTERS: Final = 65536
+
+
+def choose(*, rows: int, size: int, rank: int, slices: int, splits: int) -> Arrangement:
+    """Return the arrangement of a launch.
+
+    Args:
+        rows: M.
+        size: K.
+        rank: R.
+        slices: slices of this launch, 1 to 4.
+        splits: S.
+    """
+    step = next((step for step in ROW_STEPS if step >= rows), ROW_STEPS[-1])
+    return _choose(step, size, rank, slices, splits)
+
+
+def choices(*, size: int, rank: int, slices: int, splits: int) -> list[Arrangement]:
+    """Return every arrangement that `choose` returns for some number of rows."""
+    found = [_choose(step, size, rank, slices, splits) for step in ROW_STEPS]
+    return list(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=4096)
+def _choose(rows: int, size: int, rank: int, slices: int, splits: int) -> Arrangement:
+    fitting = [a for a in CANDIDATES if a.fits(splits)]
+    best = min(fitting, key=lambda a: estimate(a, rows, size, rank, slices, splits))
+    return replace(best, depth=best.depth_for(size, splits))
+
+
+def estimate(
+    arrangement: Arrangement, rows: int, size: int, rank: int, slices: int, splits: int
+) -> float:
+    """Estimate the microseconds of a launch beyond its start; good for comparing, no more."""
+    across, down, _ = arrangement.grid(rows, rank, slices, 1)
+    blocks = across * down
+    bytes_per_block = 2 * size * (arrangement.ranks + min(rows, arrangement.tokens))
+    threads = arrangement.threads(splits)
+    depth = arrangement.depth_for(size, splits)
+    fragment = 4 * (arrangement.token_tiles * arrangement.halves + arrangement.rank_tiles)
+    registers = min(255, 44 + arrangement.registers_of_chains() + depth * fragment)
+    resident = max(1, min(2048 // threads, _REGISTERS // (registers * threads)))
+    per_multiprocessor = -(-blocks // _MULTIPROCESSORS)
+    # A block waits once for the first fragments, and half as long for each later round of them.
+    rounds = -(-arrangement.steps(size, splits) // depth)
+    waiting = _LATENCY * (1 + 0.5 * (rounds - 1)) * -(-per_multiprocessor // resident)
+    reading = max(
+        per_multiprocessor * bytes_per_block / _L2_TO_ONE,
+        blocks * bytes_per_block / _L2_TO_ALL,
+        2 * size * (rows + slices * rank) / _MEMORY,
+    )
+    adding = 0.05 * -(-arrangement.tokens * arrangement.ranks // threads)
+    return waiting + reading + adding * -(-per_multiprocessor // resident)

@@ -1,0 +1,156 @@
+"""Load compiled kernels into a CUDA context and start them. Knows nothing about tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from fliptrace_kernels.errors import LaunchError
+from fliptrace_kernels.local.compilation import Variant, compile_for
+
+SLICES_PER_LAUNCH: Final = 4
+
+# The struct Arguments of source.cu.
+LAYOUT: Final = struct.Struct("@PqPPqqqPqqP4P4q4qiiif")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A kernel that can be started.
+
+    Attributes:
+        function: its CUfunction.
+        threads: threads per block.
+        shared_bytes: dynamic shared memory per block.
+        kernel: its name.
+    """
+
+    function: Any
+    threads: int
+    shared_bytes: int
+    kernel: str
+
+
+class _Slot(threading.local):
+    """Memory for the arguments of one launch; the driver copies them before a launch returns."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(LAYOUT.size)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.address = ctypes.addressof(self.pointers)
+
+
+_slot = _Slot()
+_loaded: dict[tuple[Variant, int], Loaded] = {}
+_loading = threading.Lock()
+
+
+def loaded(variant: Variant, device: int) -> Loaded:
+    """Return a kernel on a device, compiling and loading it on first use.
+
+    Loading is allowed while a stream is captured: it is no work of the stream.
+
+    Args:
+        variant: the kernel.
+        device: index of the CUDA device, which must be torch's current one.
+
+    Raises:
+        LaunchError: if it cannot be compiled or loaded.
+    """
+    found = _loaded.get((variant, device))
+    if found is not None:
+        return found
+    with _loading:
+        found = _loaded.get((variant, device))
+        if found is None:
+            found = _loaded[variant, device] = _load(variant, device)
+        return found
+
+
+def start(
+    kernel: Loaded, grid: tuple[int, int, int], stream: int, arguments: Sequence[int | float]
+) -> None:
+    """Start a kernel.
+
+    Args:
+        kernel: what `loaded` returned.
+        grid: blocks along x, y and z.
+        stream: CUDA stream, as an address.
+        arguments: the fields of `LAYOUT`.
+
+    Raises:
+        LaunchError: if the driver refuses.
+    """
+    slot = _slot
+    LAYOUT.pack_into(slot.buffer, 0, *arguments)
+    driver = _driver()
+    across, down, deep = grid
+    (error,) = driver.cuLaunchKernel(
+        kernel.function,
+        across,
+        down,
+        deep,
+        kernel.threads,
+        1,
+        1,
+        kernel.shared_bytes,
+        stream,
+        slot.address,
+        0,
+    )
+    if int(error):
+        raise LaunchError(
+            f"{kernel.kernel} must start with grid {grid}, {kernel.threads} threads and "
+            f"{kernel.shared_bytes} bytes of shared memory; the driver answered {error!r}"
+        )
+
+
+def _load(variant: Variant, device: int) -> Loaded:
+    driver = _driver()
+    compiled = compile_for(variant, torch.cuda.get_device_capability(device))
+    # A thread that never called CUDA has no context yet; torch makes its own current here.
+    torch.cuda.set_device(device)
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    error, before = driver.cuThreadExchangeStreamCaptureMode(mode)
+    _require(error, "relaxing the capture mode", variant)
+    try:
+        error, module = driver.cuModuleLoadData(compiled.image)
+        _require(error, f"loading code for {compiled.target}", variant)
+        error, function = driver.cuModuleGetFunction(module, variant.kernel.encode())
+        _require(error, "looking the kernel up", variant)
+        shared_bytes = variant.arrangement.shared_bytes(variant.splits)
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuFuncSetAttribute(function, attribute, shared_bytes)
+        _require(error, f"asking for {shared_bytes} bytes of shared memory", variant)
+        (error,) = driver.cuFuncLoad(function)
+        _require(error, "loading the kernel", variant)
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+    return Loaded(
+        function, variant.arrangement.threads(variant.splits), shared_bytes, variant.kernel
+    )
+
+
+def _require(error: Any, doing: str, variant: Variant) -> None:
+    if int(error):
+        raise LaunchError(f"{doing} must succeed for {variant}; the driver answered {error!r}")
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise LaunchError(
+            "local reductions need the package cuda-bindings, which torch's CUDA builds bring "
+            f"along; importing it failed: {error}. Run `pip install cuda-bindings`, or use "
+            "deterministic:8"
+        ) from error
+    return driver

@@ -27,7 +27,7 @@ HOMES = {
     "transformers": {"fliptrace.capture"},
     "triton": {"fliptrace_kernels"},
     "typer": {"fliptrace.command_line", "fliptrace.views"},
-    "vllm": set(),
+    "vllm": {"fliptrace_kernels.vllm_plugin"},
     "xxhash": {"fliptrace.store"},
 }
 KERNELS_MAY_IMPORT = {"cuda", "fliptrace_kernels", "torch", "triton"}
@@ -105,9 +105,9 @@ def test_third_parties_stay_at_home():
 
 
 def test_kernels_import_torch_and_triton_only():
-    """Nothing beyond torch and triton, so that any program can use the kernels alone."""
+    """Nothing beyond torch and triton, and vllm where it is at home: the kernels stand alone."""
     found = {
-        module: imports(source) - KERNELS_MAY_IMPORT - set(sys.stdlib_module_names)
+        module: imports(source) - KERNELS_MAY_IMPORT - set(HOMES) - set(sys.stdlib_module_names)
         for module, source in sources().items()
         if module.partition(".")[0] == "fliptrace_kernels"
     }

@@ -71,7 +71,7 @@ static int __shfl_sync(unsigned, int value, int from) {
   return result;
 }
 
-static const char *readable[5][2];  // x and the slices of A: first byte, end
+static const char *readable[8][2];  // x and the slices of A: first byte, end
 static uint4 load_16_bytes(const void* from) {
   const char* at = (const char*)from;
   bool inside = false;
@@ -128,7 +128,7 @@ static void body() {
 extern "C" int run_on_host(const Arguments* p, const uint64_t* ranges, int grid_x, int grid_y,
                            int grid_z, int shared_bytes, int backwards) {
   arguments = p;
-  for (int i = 0; i < 10; ++i) readable[i / 2][i % 2] = (const char*)ranges[i];
+  for (int i = 0; i < 16; ++i) readable[i / 2][i % 2] = (const char*)ranges[i];
   if (shared_bytes > (int)sizeof(shared_memory)) return 1;
   const float4 canary = {12345.f, 12345.f, 12345.f, 12345.f};
   fibers.resize(THREADS);

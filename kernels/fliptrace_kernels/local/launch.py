@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -251,75 +251,96 @@ def _run(
     splits: int,
     scale: float,
     out: Tensor,
-    partials: Tensor | None,
-    arrangement: Arrangement | None,
-    launch_counter: Tensor | None,
+    partials: Tensor | None = None,
+    arrangement: Arrangement | None = None,
+    launch_counter: Tensor | None = None,
     kind: int = compilation.WITHOUT_PARTIALS,
 ) -> None:
-    _check_splits(splits)
-    element = _element(x.dtype)
-    first = a_slices[0]
-    rows, size = x.shape
-    rank = first.shape[-2]
-    adapters = first.shape[0] if first.ndim == 3 else 1
-    _check(x, a_slices, mapping, out, launch_counter)
-    if rows == 0:
-        return
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    if not x.is_cuda:
+        raise ShrinkInputError(f"local kernels run on CUDA; x is on {x.device}")
     index = x.get_device()
     stream = torch.cuda.current_stream(index).cuda_stream
+    with _device_of(index):
+        for variant, grid, arguments in launches(
+            x, a_slices, mapping, splits, scale, out, partials, arrangement, launch_counter, kind
+        ):
+            device.start(device.loaded(variant, index), grid, stream, arguments)
+
+
+def launches(
+    x: Tensor,
+    a_slices: Sequence[Tensor],
+    mapping: Tensor | None,
+    splits: int,
+    scale: float,
+    out: Tensor,
+    partials: Tensor | None = None,
+    arrangement: Arrangement | None = None,
+    launch_counter: Tensor | None = None,
+    kind: int = compilation.WITHOUT_PARTIALS,
+) -> Iterator[tuple[Variant, tuple[int, int, int], tuple[int | float, ...]]]:
+    """Yield what a call starts: kernel, grid and the fields of `device.LAYOUT`.
+
+    Each must be started before the next is asked for, since the memory behind it may go then.
+    Arguments and errors as for `shrink`; the device is not looked at.
+    """
+    _check_splits(splits)
+    element = _element(x.dtype)
+    _check(x, a_slices, mapping, out, launch_counter)
+    rows, size = x.shape
+    if rows == 0:
+        return
+    first = a_slices[0]
+    rank = first.shape[-2]
+    adapters = first.shape[0] if first.ndim == 3 else 1
     mode = _mode(adapters, mapping is not None)
-    counter = 0 if launch_counter is None else launch_counter.data_ptr()
+    many = adapters if mode == compilation.MANY_ADAPTERS else 1
+    if x.stride(1) != 1:
+        x = x.contiguous()
     x_row = size if rows == 1 else x.stride(0)
-    x_address, x_bytes = x.data_ptr(), x.element_size()
-    x_vector = size % _WORD == 0 and x_address % 16 == 0 and x_row % _WORD == 0
+    x_vector = size % _WORD == 0 and x.data_ptr() % 16 == 0 and x_row % _WORD == 0
     for begin in range(0, len(a_slices), device.SLICES_PER_LAUNCH):
         weights = [
             a if a.stride(-1) == 1 else a.contiguous()
             for a in a_slices[begin : begin + device.SLICES_PER_LAUNCH]
         ]
-        slices = len(weights)
         addresses = [a.data_ptr() for a in weights]
         per_adapter = [a.stride(0) if adapters > 1 else 0 for a in weights]
         per_rank = [a.stride(-2) if rank > 1 else 0 for a in weights]
-        vector = x_vector and not any(value % 16 for value in addresses)
-        vector = vector and not any(value % _WORD for value in (*per_adapter, *per_rank))
+        vector = (
+            x_vector
+            and not any(address % 16 for address in addresses)
+            and not any(stride % _WORD for stride in (*per_adapter, *per_rank))
+        )
+        slices = len(weights)
         layout = arrangement or choose(
             rows=rows, size=size, rank=rank, slices=slices, splits=splits
         )
         variant = Variant(size, rank, splits, layout, element, mode, vector, kind)
         unused = [0] * (device.SLICES_PER_LAUNCH - slices)
-        weight_arguments = (
-            *addresses, *unused, *per_adapter, *unused, *per_rank, *unused
-        )  # fmt: skip
-        many = adapters if mode == compilation.MANY_ADAPTERS else 1
         chunk = _BLOCKS_DOWN * layout.tokens
-        with _device_of(index):
-            kernel = device.loaded(variant, index)
-            for row in range(0, rows, chunk):
-                here = min(chunk, rows - row)
-                device.start(
-                    kernel,
-                    layout.grid(here, rank, slices, many),
-                    stream,
-                    (
-                        x_address + row * x_row * x_bytes,
-                        x_row,
-                        0 if mapping is None else mapping.data_ptr() + 4 * row,
-                        out.data_ptr() + 4 * (begin * out.stride(0) + row * out.stride(1)),
-                        out.stride(0),
-                        out.stride(1),
-                        out.stride(2),
-                        *_partials_arguments(partials, begin, row),
-                        counter,
-                        *weight_arguments,
-                        here,
-                        slices,
-                        adapters,
-                        scale,
-                    ),
-                )
+        for row in range(0, rows, chunk):
+            here = min(chunk, rows - row)
+            yield (
+                variant,
+                layout.grid(here, rank, slices, many),
+                (
+                    x.data_ptr() + x.element_size() * row * x_row,
+                    x_row,
+                    0 if mapping is None else mapping.data_ptr() + 4 * row,
+                    out.data_ptr() + 4 * (begin * out.stride(0) + row * out.stride(1)),
+                    *out.stride(),
+                    *_partials_arguments(partials, begin, row),
+                    0 if launch_counter is None else launch_counter.data_ptr(),
+                    *(*addresses, *unused),
+                    *(*per_adapter, *unused),
+                    *(*per_rank, *unused),
+                    here,
+                    slices,
+                    adapters,
+                    scale,
+                ),
+            )
 
 
 def _partials_arguments(partials: Tensor | None, begin: int, row: int) -> tuple[int, int, int]:
@@ -371,8 +392,6 @@ def _check(
     launch_counter: Tensor | None,
 ) -> None:
     first = a_slices[0]
-    if not x.is_cuda:
-        raise ShrinkInputError(f"local kernels run on CUDA; x is on {x.device}")
     for a in a_slices:
         if a.shape != first.shape or a.dtype != x.dtype or a.device != x.device:
             raise ShrinkInputError(

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fliptrace.sites import Site
@@ -63,8 +64,21 @@ class Observer(Protocol):
         """The forward is over; logits [vocabulary] of the last row, in the head's dtype."""
 
 
+class ConsumptionAudit(Protocol):
+    """What arrives at those who read it: evidence that an edit did. Tensors are only lent and must not be changed."""
+
+    def shrink_consumed(self, site: int, z: Tensor) -> None:
+        """The operation that rounds a shrink for expand got z [T, R] FP32; called inside it, before it rounds."""
+
+    def cache_consumed(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Attention of a layer gets keys and values, each [kv_heads, T, head_dim]: the cached rows, then the new."""
+
+    def residual(self, values: Tensor) -> None:
+        """The layer stack ended with this residual stream, all rows of the step: [T, hidden]."""
+
+
 class Engine(Protocol):
-    """A model that can be stepped, observed and intercepted."""
+    """A model that can be stepped, observed, intercepted and audited."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -74,6 +88,21 @@ class Engine(Protocol):
     @property
     def cache_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that own a cache, in execution order."""
+        ...
+
+    @property
+    def cache_windows(self) -> Mapping[int, int | None]:
+        """How many positions attention of each cache layer sees, the row's own included; None for full attention."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are that the engine lends, takes and returns."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which shrinks are rounded."""
         ...
 
     @property
@@ -94,6 +123,15 @@ class Engine(Protocol):
         """Return sentences, each one thing that this engine cannot see in this model."""
         ...
 
+    def text_of(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of token ids, with the special tokens in it or without them."""
+        ...
+
+    @property
+    def simulates_atomics(self) -> bool:
+        """True where ``atomic`` takes its arrival orders from a seeded schedule."""
+        ...
+
     def set_reduction(self, reduction: str, seed: int | None = None) -> None:
         """Choose how shrinks sum from now on.
 
@@ -102,6 +140,10 @@ class Engine(Protocol):
             seed: arrival schedule of simulated atomics; required for ``atomic`` where the hardware has no atomics of
                 its own, refused (must be None) where it has.
         """
+        ...
+
+    def reducing(self, reduction: str, seed: int | None = None) -> AbstractContextManager[None]:
+        """Sum under another reduction while inside; see set_reduction."""
         ...
 
     def start(self, prompt_ids: Sequence[int]) -> None:
@@ -136,6 +178,10 @@ class Engine(Protocol):
 
     def intercepted(self, interceptor: ShrinkInterceptor) -> AbstractContextManager[None]:
         """Pass every shrink through an interceptor while inside; the observer sees what the interceptor returned."""
+        ...
+
+    def audited(self, audit: ConsumptionAudit) -> AbstractContextManager[None]:
+        """Report to an audit while inside; one at a time."""
         ...
 
     def read_cache(self) -> tuple[CacheLayer, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from fliptrace.capture.engine import CacheLayer, Observer
+from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer
 from fliptrace.errors import InputError, UnsupportedModelError
 
 
@@ -28,9 +28,10 @@ class CacheRow:
 
 
 class ObservableCache(DynamicCache):
-    """A dynamic cache that shows new rows to an observer before it stores them."""
+    """A dynamic cache that shows new rows to an observer before it stores them, and to an audit what attention gets."""
 
     observer: Observer | None = None
+    audit: ConsumptionAudit | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -41,6 +42,8 @@ class ObservableCache(DynamicCache):
         result: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
+        if self.audit is not None:
+            self.audit.cache_consumed(layer_idx, result[0][0], result[1][0])
         return result
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fliptrace.capture.engine import CacheLayer, Observer, ShrinkInterceptor
+from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer, ShrinkInterceptor
 from fliptrace.capture.environment import describe_environment
 from fliptrace.capture.transformers_engine.cache import (
     CacheRow,
@@ -21,7 +21,6 @@ from fliptrace.capture.transformers_engine.cache import (
 from fliptrace.capture.transformers_engine.loading import LoadedModel, forward_accepts
 from fliptrace.capture.transformers_engine.operations import OperationObserver, QuietObserver
 from fliptrace.capture.transformers_engine.shrink_module import (
-    Shrink,
     ShrinkRuntime,
     ShrinkThenRound,
 )
@@ -66,6 +65,8 @@ class TransformersEngine:
         self._position = 0
         self._cache_layers: tuple[int, ...] = ()
         self._cache_rows: dict[int, CacheRow] = {}
+        self._cache_windows: dict[int, int | None] = {}
+        self._audit: ConsumptionAudit | None = None
         self._settle_order()
         self.set_reduction(reduction, seed)
 
@@ -78,6 +79,11 @@ class TransformersEngine:
     def cache_layers(self) -> tuple[int, ...]:
         """Layers that own a cache."""
         return self._cache_layers
+
+    @property
+    def cache_windows(self) -> Mapping[int, int | None]:
+        """Windows of the layers that own a cache."""
+        return self._cache_windows
 
     @property
     def step_number(self) -> int:
@@ -125,6 +131,21 @@ class TransformersEngine:
         """Say which adapted parts have no shrink that could be recorded."""
         return tuple(self._not_observed)
 
+    def text_of(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Decode with the model's tokenizer."""
+        text: str = self.loaded.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+        return text
+
+    @contextlib.contextmanager
+    def reducing(self, reduction: str, seed: int | None = None) -> Iterator[None]:
+        """Sum under another reduction while inside."""
+        before = self.runtime.reduction, self.runtime.schedule
+        self.set_reduction(reduction, seed)
+        try:
+            yield
+        finally:
+            self.runtime.reduction, self.runtime.schedule = before
+
     def set_reduction(self, reduction: str, seed: int | None = None) -> None:
         """Choose the reduction and, on the CPU, the arrival schedule of ``atomic``."""
         try:
@@ -161,7 +182,7 @@ class TransformersEngine:
                 "for at least one generated token"
             )
         self._cache = new_cache(self.model)
-        self._cache.observer = self._observer
+        self._cache.observer, self._cache.audit = self._observer, self._audit
         self._pending = tuple(prompt_ids)
         self._position = 0
         self.runtime.step = 0
@@ -253,6 +274,36 @@ class TransformersEngine:
         finally:
             self.runtime.interceptor = before
 
+    @contextlib.contextmanager
+    def audited(self, audit: ConsumptionAudit) -> Iterator[None]:
+        """Report to an audit while inside."""
+        if self._audit is not None:
+            raise RecordingError("this engine is being audited already; one audit at a time")
+        handle = self._last_layer().register_forward_hook(_residual_hook(audit))
+        self._audit = self.runtime.audit = audit
+        try:
+            if self._cache is not None:
+                self._cache.audit = audit
+            yield
+        finally:
+            handle.remove()
+            self._audit = self.runtime.audit = None
+            if self._cache is not None:
+                self._cache.audit = None
+
+    def _last_layer(self) -> nn.Module:
+        """Return the last layer of the stack in which the sites are; its output is the residual stream."""
+        for site in self._sites:
+            if site.layer is not None:
+                stack = self.model.get_submodule(
+                    site.path.removesuffix(f".{site.layer}.{site.module}")
+                )
+                layer: nn.Module = stack[-1]
+                return layer
+        raise UnsupportedModelError(
+            "no adapted projection lies in a stack of layers, so the end of the stack cannot be audited"
+        )
+
     def read_cache(self) -> tuple[CacheLayer, ...]:
         """Return copies of every layer's cache."""
         return () if self._cache is None else read_cache(self._cache, self._position)
@@ -270,13 +321,13 @@ class TransformersEngine:
                 f"a cache precedes a decode step, so step must be at least 1; got {step}"
             )
         self._cache, self._position = write_cache(self.model, layers, self._cache_rows)
-        self._cache.observer = self._observer
+        self._cache.observer, self._cache.audit = self._observer, self._audit
         self.runtime.step = step
 
-    def _install(self) -> tuple[list[tuple[str, nn.Module]], list[Shrink]]:
+    def _install(self) -> tuple[list[tuple[str, nn.Module]], list[ShrinkThenRound]]:
         """Replace every ``lora_A`` and list the LoRA layers in the order of their definition."""
         layers: list[tuple[str, nn.Module]] = []
-        shrinks: list[Shrink] = []
+        shrinks: list[ShrinkThenRound] = []
         for path, layer in list(self.model.named_modules()):
             adapters = getattr(layer, "lora_A", None)
             if not isinstance(adapters, nn.ModuleDict):
@@ -302,7 +353,7 @@ class TransformersEngine:
             module = ShrinkThenRound(weight, len(shrinks), self.runtime)
             adapters[name] = module
             layers.append((path, layer))
-            shrinks.append(module.shrink)
+            shrinks.append(module)
         if not layers:
             raise UnsupportedModelError(
                 "the adapter adds no LoRA layer over torch.nn.Linear: there is no shrink to trace"
@@ -315,12 +366,14 @@ class TransformersEngine:
         with self.observed(order):
             self.start((0,))
             self.step()
+        content = self.read_cache()
         self._cache_rows = {
             layer.layer: CacheRow(
                 tuple(layer.values.shape[2:]), layer.values.dtype, layer.values.device
             )
-            for layer in self.read_cache()
+            for layer in content
         }
+        self._cache_windows = {layer.layer: layer.window for layer in content}
         self._cache, self.runtime.step = None, 0
         fired = list(dict.fromkeys(order.sites))
         if sorted(fired) != list(range(len(self._shrinks))) or len(order.sites) != len(fired):
@@ -368,5 +421,13 @@ class _OrderObserver:
 def _projection_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, Any], None]:
     def hook(_module: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
         observer.projection(index, output)
+
+    return hook
+
+
+def _residual_hook(audit: ConsumptionAudit) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        audit.residual(hidden[0])
 
     return hook

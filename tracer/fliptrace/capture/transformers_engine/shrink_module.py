@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fliptrace.capture.engine import Observer, ShrinkInterceptor
+from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
 from fliptrace.errors import InputError
 from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
 
@@ -30,6 +30,7 @@ class ShrinkRuntime:
         interceptor: gets every shrink before expand does, else None.
         observer: is told of every shrink, after the interceptor, else None. A call and no forward hook: 210 hooks a
             token cost more than what they record.
+        audit: is told of every shrink by its consumer, else None.
         launches: descriptions of launches by everything that shapes them.
     """
 
@@ -39,6 +40,7 @@ class ShrinkRuntime:
     site_count: int = 0
     interceptor: ShrinkInterceptor | None = None
     observer: Observer | None = None
+    audit: ConsumptionAudit | None = None
     launches: dict[Any, str] = field(default_factory=dict)
 
 
@@ -118,13 +120,17 @@ def _intercept(interceptor: ShrinkInterceptor, index: int, rows: Tensor, z: Tens
 class RoundForExpand(nn.Module):
     """Round a shrink to the dtype of B, to nearest, ties to even: the boundary."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """``dtype`` is that of B."""
+    def __init__(self, dtype: torch.dtype, index: int, runtime: ShrinkRuntime) -> None:
+        """``dtype`` is that of B, ``index`` the site's number."""
         super().__init__()
         self.dtype = dtype
+        self.index = index
+        self.runtime = runtime
 
     def forward(self, z: Tensor) -> Tensor:
         """Round z [T, R] and restore the batch dimension that PEFT's expand expects: [1, T, R]."""
+        if self.runtime.audit is not None:
+            self.runtime.audit.shrink_consumed(self.index, z)
         return z.to(self.dtype).unsqueeze(0)
 
 
@@ -135,7 +141,16 @@ class ShrinkThenRound(nn.Module):
         """See Shrink."""
         super().__init__()
         self.shrink = Shrink(weight, index, runtime)
-        self.round = RoundForExpand(weight.dtype)
+        self.round = RoundForExpand(weight.dtype, index, runtime)
+
+    @property
+    def index(self) -> int:
+        """The site's number."""
+        return self.shrink.index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self.shrink.index = self.round.index = index
 
     @property
     def weight(self) -> nn.Parameter:

@@ -1,0 +1,147 @@
+"""What really arrived: digests taken inside the consumers of shrinks and caches, and of a step's whole state.
+
+Digests stay where the tensors live until a step is over, then all come to the host at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fliptrace.numerics import combine_digests, digest_hex, digest_rows, digest_tensor
+from fliptrace_interventions.plans import Place
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """Everything that later steps can depend on, and the step's logits, as digests of 32 hexadecimal digits.
+
+    Attributes:
+        residual: the residual stream of all rows at the end of the layer stack; "" where the engine did not say.
+        rows: every key and value row that the step wrote, all layers.
+        logits: the last row's logits.
+    """
+
+    residual: str
+    rows: str
+    logits: str
+
+    def is_equal(self, other: StepState) -> bool:
+        """Tell whether both are known and bit-equal."""
+        return bool(self.residual) and self == other
+
+
+@dataclass
+class Expectation:
+    """What to watch in one step.
+
+    Attributes:
+        step: its number; rows: how many token rows it has.
+        sites: edited sites.
+        all_sites: digest the shrinks of all sites together: a replay.
+        caches: layers whose cached rows (those from before the step) are digested.
+    """
+
+    step: int
+    rows: int
+    sites: Collection[int] = ()
+    all_sites: bool = False
+    caches: Collection[int] = ()
+
+
+@dataclass
+class StepAudit:
+    """What arrived in one step; digests on the engine's device.
+
+    Attributes:
+        shrinks: per edited site; caches: per layer; residual: None when it was not reported.
+        replayed: copies of all shrinks, in order.
+        rows: per layer the rows written, [2, T, kv_heads, head_dim], copied.
+    """
+
+    shrinks: dict[int, Tensor] = field(default_factory=dict)
+    caches: dict[int, Tensor] = field(default_factory=dict)
+    residual: Tensor | None = None
+    replayed: list[Tensor] = field(default_factory=list)
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+
+class ArmAudit:
+    """Watches the forwards of one arm, step by step: the engine's ConsumptionAudit."""
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._expected = Expectation(-1, 0)
+        self._step = StepAudit()
+
+    def begin(self, expected: Expectation) -> None:
+        """A forward is about to run."""
+        self._expected, self._step = expected, StepAudit()
+
+    def shrink_consumed(self, site: int, z: Tensor) -> None:
+        """See ConsumptionAudit."""
+        if site in self._expected.sites:
+            self._step.shrinks[site] = digest_tensor(z)
+        if self._expected.all_sites:
+            self._step.replayed.append(z.detach().clone())
+
+    def cache_consumed(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """See ConsumptionAudit."""
+        new = self._expected.rows
+        self._step.rows[layer] = canonical_rows(keys[:, -new:], values[:, -new:])
+        if layer in self._expected.caches:
+            self._step.caches[layer] = digest_tensor(
+                canonical_rows(keys[:, :-new], values[:, :-new])
+            )
+
+    def residual(self, values: Tensor) -> None:
+        """See ConsumptionAudit."""
+        self._step.residual = digest_tensor(values)
+
+    def finish(self, logits: Tensor) -> tuple[StepAudit, StepState]:
+        """Return what arrived, and the state that the step left."""
+        step = self._step
+        unknown = torch.zeros(2, dtype=torch.int64, device=logits.device)
+        residual, rows, last = torch.stack(
+            (
+                unknown if step.residual is None else step.residual,
+                digest_of_layers(step.rows) if step.rows else unknown,
+                digest_rows(logits.unsqueeze(0))[0],
+            )
+        ).tolist()
+        return step, StepState(
+            "" if step.residual is None else digest_hex(residual),
+            digest_hex(rows),
+            digest_hex(last),
+        )
+
+
+def canonical_rows(keys: Tensor, values: Tensor) -> Tensor:
+    """Copy keys and values [kv_heads, T, head_dim] into canonical form [2, T, kv_heads, head_dim]."""
+    return torch.stack((keys, values)).transpose(1, 2).contiguous()
+
+
+def digest_of_layers(layers: dict[int, Tensor]) -> Tensor:
+    """Digest tensors [2, T, ...] of several layers as one, int64 [2]; the layers' order counts."""
+    groups: dict[tuple[int, ...], list[Tensor]] = {}
+    for values in layers.values():
+        groups.setdefault(tuple(values.shape), []).append(values)
+    return combine_digests(
+        torch.cat([digest_rows(torch.stack(group).flatten(0, 2)) for group in groups.values()])
+    )
+
+
+def digest_of_shrinks(shrinks: list[Tensor]) -> Tensor:
+    """Digest shrinks [T, R] of several sites as one, int64 [2]."""
+    return digest_tensor(torch.cat([z.reshape(-1) for z in shrinks]))
+
+
+def hexes(digests: dict[Place, Tensor]) -> dict[Place, str]:
+    """Bring digests to the host, all at once."""
+    if not digests:
+        return {}
+    rows = torch.stack(list(digests.values())).tolist()
+    return {place: digest_hex(row) for place, row in zip(digests, rows, strict=True)}

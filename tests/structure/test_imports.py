@@ -23,11 +23,11 @@ HOMES = {
     "plotly": {"fliptrace.views"},
     "pyarrow": {"fliptrace.store"},
     "ray": set(),
-    "rich": {"fliptrace.command_line", "fliptrace.views"},
+    "rich": {"fliptrace.command_line", "fliptrace.views", "fliptrace_kernels.bench.command_line"},
     "transformers": {"fliptrace.capture"},
     "triton": {"fliptrace_kernels"},
     "typer": {"fliptrace.command_line", "fliptrace.views"},
-    "vllm": {"fliptrace_kernels.vllm_plugin"},
+    "vllm": {"fliptrace_kernels.bench.vllm_kernel", "fliptrace_kernels.vllm_plugin"},
     "xxhash": {"fliptrace.store"},
 }
 KERNELS_MAY_IMPORT = {"cuda", "fliptrace_kernels", "torch", "triton"}

@@ -283,9 +283,7 @@ def test_the_order_in_which_threads_run_does_not_matter(host):
     x, weights = whole_numbers(21, 264, 5, 2, adapters=6)
     mapping = torch.randint(-1, 7, (21,), dtype=torch.int32)
     for arrangement in (Arrangement(4, 2), Arrangement(1, 2)):
-        out = host.run(
-            x, weights, mapping, scale=1.0, arrangement=arrangement, backwards=True
-        )
+        out = host.run(x, weights, mapping, scale=1.0, arrangement=arrangement, backwards=True)
         assert torch.equal(bits(out), bits(exact(x, weights, mapping)))
 
 

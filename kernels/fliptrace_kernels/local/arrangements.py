@@ -18,6 +18,10 @@ GROUP: Final = 4
 SPLITS: Final = (8, 16, 32, 64)
 """Numbers of splits that `local` takes."""
 MAX_TOKENS: Final = 32  # of one block: each lane of a warp holds the adapter of one
+REGISTERS: Final = 65536  # of one multiprocessor
+
+_OTHER_REGISTERS: Final = 36  # what a thread needs beside chains, fragments and pointers
+_MAX_FRAGMENT_REGISTERS: Final = 96  # more in flight saturates the memory no better
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,12 @@ class Arrangement:
         return 32 * self.units(splits) * self.token_warps * self.rank_warps
 
     def fits(self, splits: int) -> bool:
-        """Tell whether such a block can exist."""
+        """Tell whether such a block can exist without spilling registers."""
         threads = self.threads(splits)
-        return (
-            0 < threads * self.min_blocks <= 2048
-            and threads <= 1024
-            and (self.tokens <= MAX_TOKENS)
+        if not 0 < threads <= 1024 or threads * self.min_blocks > 2048:
+            return False
+        return self.tokens <= MAX_TOKENS and self._free_registers(splits) >= (
+            self._registers_of_fragments()
         )
 
     def shared_bytes(self, splits: int) -> int:
@@ -110,22 +114,32 @@ class Arrangement:
         columns = self.column_tiles(rank, slices)
         return -(-columns // per_block), -(-rows // self.tokens), passes
 
-    def registers_of_chains(self) -> int:
-        """Return the registers of a thread that hold running sums."""
-        return 4 * self.sets * self.token_tiles * self.rank_tiles
-
     def depth_for(self, size: int, splits: int) -> int:
         """Return the steps loaded ahead: what the registers of a thread allow, at most 8."""
-        steps = self.steps(size, splits)
         depth = self.depth
         if depth == 0:
-            registers = min(255, 65536 // (self.threads(splits) * self.min_blocks)) - 44
-            fragment = 4 * (self.token_tiles * self.halves + self.rank_tiles)
-            depth = max(1, min(8, (registers - self.registers_of_chains()) // fragment))
-        depth = min(depth, steps)
+            free = min(self._free_registers(splits), _MAX_FRAGMENT_REGISTERS)
+            depth = max(1, min(8, free // self._registers_of_fragments()))
+        depth = min(depth, self.steps(size, splits))
         if not self.is_unrolled(size, splits):
             depth = 1 << (depth.bit_length() - 1)
         return depth
+
+    def registers(self, size: int, splits: int) -> int:
+        """Estimate the registers of a thread."""
+        ahead = self.depth_for(size, splits) * self._registers_of_fragments()
+        return min(255, _OTHER_REGISTERS + self._registers_of_chains() + ahead)
+
+    def _registers_of_chains(self) -> int:
+        return 4 * self.sets * self.token_tiles * self.rank_tiles
+
+    def _registers_of_fragments(self) -> int:
+        return 4 * (self.token_tiles * self.halves + self.rank_tiles)
+
+    def _free_registers(self, splits: int) -> int:
+        allowed = min(255, REGISTERS // (self.threads(splits) * self.min_blocks))
+        pointers = 2 * (self.token_tiles * self.halves + self.rank_tiles)
+        return allowed - _OTHER_REGISTERS - pointers - self._registers_of_chains()
 
 
 CANDIDATES: Final = (
@@ -142,12 +156,16 @@ CANDIDATES: Final = (
     Arrangement(2, 2, rank_tiles=2),  # 8 x 8
     Arrangement(1, 1),  # 8 x 8
     Arrangement(1, 2),  # 16 x 8
+    Arrangement(1, 2, min_blocks=2),  # 16 x 8
     Arrangement(1, 2, rank_tiles=2),  # 16 x 16
+    Arrangement(1, 2, rank_tiles=2, min_blocks=2),  # 16 x 16
     Arrangement(1, 2, rank_warps=2),  # 16 x 16
     Arrangement(1, 2, rank_tiles=3),  # 16 x 24
+    Arrangement(1, 2, rank_tiles=3, min_blocks=2),  # 16 x 24
     Arrangement(1, 2, rank_tiles=2, rank_warps=2),  # 16 x 32
     Arrangement(1, 2, rank_tiles=3, rank_warps=2),  # 16 x 48
     Arrangement(1, 2, token_tiles=2),  # 32 x 8
+    Arrangement(1, 2, token_tiles=2, min_blocks=2),  # 32 x 8
     Arrangement(1, 2, token_tiles=2, rank_tiles=2),  # 32 x 16
     Arrangement(1, 2, token_tiles=2, rank_tiles=3),  # 32 x 24
     Arrangement(1, 2, token_warps=2, rank_tiles=3),  # 32 x 24
@@ -165,7 +183,6 @@ _L2_TO_ONE: Final = 64 * 1755.0  # 64 bytes per clock and multiprocessor
 _L2_TO_ALL: Final = 5.5e6
 _MEMORY: Final = 4.3e6
 _LATENCY: Final = 0.9  # microseconds of one block that waits for memory once
-_REGISTERS: Final = 65536
 
 
 def choose(*, rows: int, size: int, rank: int, slices: int, splits: int) -> Arrangement:
@@ -204,9 +221,8 @@ def estimate(
     bytes_per_block = 2 * size * (arrangement.ranks + min(rows, arrangement.tokens))
     threads = arrangement.threads(splits)
     depth = arrangement.depth_for(size, splits)
-    fragment = 4 * (arrangement.token_tiles * arrangement.halves + arrangement.rank_tiles)
-    registers = min(255, 44 + arrangement.registers_of_chains() + depth * fragment)
-    resident = max(1, min(2048 // threads, _REGISTERS // (registers * threads)))
+    registers = arrangement.registers(size, splits)
+    resident = max(1, min(2048 // threads, REGISTERS // (registers * threads)))
     per_multiprocessor = -(-blocks // _MULTIPROCESSORS)
     # A block waits once for the first fragments, and half as long for each later round of them.
     rounds = -(-arrangement.steps(size, splits) // depth)

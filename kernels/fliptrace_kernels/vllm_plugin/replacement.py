@@ -30,16 +30,17 @@ class ShrinkReplacement:
     Attributes:
         reduction: how every shrink sums.
         device_type: where it runs, 'cuda' or 'cpu'.
+        counts: whether the kernels count their launches.
         reached: empty calls so far; `Installation.is_reached` makes them.
     """
 
-    __slots__ = ("_counter", "_counts", "_run", "_seen", "device_type", "reached", "reduction")
+    __slots__ = ("_counter", "_run", "_seen", "counts", "device_type", "reached", "reduction")
 
     def __init__(self, settings: Settings, device_type: str) -> None:
         self.reduction: Final = settings.reduction
         self.device_type: Final = device_type
+        self.counts: Final = settings.count_launches and device_type == "cuda"
         self.reached = 0
-        self._counts = settings.count_launches
         self._counter: Tensor | None = None
         self._run = _run_of(self.reduction, device_type)
         self._seen: set[tuple[object, ...]] = set()
@@ -58,7 +59,7 @@ class ShrinkReplacement:
 
     def launches(self) -> int | None:
         """Wait for the device and read how many kernels ran; None if nobody counts."""
-        if not self._counts or self.device_type != "cuda":
+        if not self.counts:
             return None
         if self._counter is None:
             return 0
@@ -143,7 +144,7 @@ class ShrinkReplacement:
                 "a LoRA layer must run once before it is captured, as vLLM's warm-up sees to; one "
                 "was first seen during a capture. Please report this, and pass enforce_eager=True"
             )
-        if self._counts and self._counter is None:
+        if self.counts and self._counter is None:
             self._counter = torch.zeros(1, dtype=torch.int64, device=inputs.device)
         if self.reduction.kind == "local":
             # Its kernels differ between few and many rows. The Triton kernels do not.

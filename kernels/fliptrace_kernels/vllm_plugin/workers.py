@@ -139,11 +139,11 @@ def greet(worker: Any, installation: Installation) -> None:
         reduction,
         installation.replacement.kernel,
         os.getpid(),
-        ", launches counted" if installation.settings.count_launches else "",
+        ", launches counted" if installation.replacement.counts else "",
     )
     for note in notes:
         logger.warning("%s", note)
-    if installation.settings.count_launches:
+    if installation.replacement.counts:
         # Kept by multiprocessing until the worker's process ends.
         Finalize(None, _log_launches, args=(logger, worker.rank, installation), exitpriority=100)
 

@@ -150,6 +150,15 @@ class Plan:
         return None if before else place
 
     @property
+    def changes_cache(self) -> bool:
+        """Tell whether cached rows may differ from the recipient's by the edits themselves."""
+        return any(
+            step != self.start or patch.value is not Source.RECIPIENT
+            for step, group in self.cache_patches.items()
+            for patch in group
+        )
+
+    @property
     def last_edited_step(self) -> int:
         """The last step whose computation the edits enter directly."""
         fed = [step + 1 for step in self.tokens]

@@ -77,6 +77,8 @@ class RecordedExecution:
         self._operands: tuple[int, Frame] | None = None
         self._cache: _KeptCache | None = None
         self._fingerprint = ""
+        self._handed_steps: set[int] = set()
+        self._handed_cache = False
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -113,6 +115,7 @@ class RecordedExecution:
     def shrink(self, step: int, site: int) -> Tensor:
         """Return a copy of a recorded shrink, FP32 [T, R], on the engine's device."""
         kept = self._kept_shrinks(step)
+        self._handed_steps.add(step)
         offsets = kept.layout.offsets
         flat = kept.payload[offsets[site] // 4 : offsets[site + 1] // 4]
         return self._copy(flat.view(kept.layout.entries[site].shape))
@@ -130,6 +133,7 @@ class RecordedExecution:
     def cache_rows(self, step: int, layer: int) -> Tensor:
         """Return a copy of the rows that a step wrote: [2, T, kv_heads, head_dim]."""
         rows = self.positions(step)
+        self._handed_cache = True
         return self._copy(self._kept_cache(step + 1).layers[layer][:, rows.start : rows.stop])
 
     def cache_shape(self, step: int, layer: int) -> tuple[int, ...]:
@@ -147,6 +151,7 @@ class RecordedExecution:
             )
         length = self.positions(step).start
         kept = self._kept_cache(step)
+        self._handed_cache = True
         layers = []
         for layer in self._engine.cache_layers:
             first = self.first_kept_position(step, layer)
@@ -177,19 +182,27 @@ class RecordedExecution:
             self._fingerprint = content.hexdigest()[:32]
         return self._fingerprint
 
-    def changes(self) -> tuple[str, ...]:
-        """Name every tensor kept here that is no longer what was read from the trace; none when all is well."""
-        found = []
-        for step, kept in self._shrinks.items():
-            if not torch.equal(digest_tensor(kept.payload), kept.seal):
-                found.append(f"the {self.which}'s shrinks of step {step}")
-        if self._cache is not None:
+    def changes(self, *, everything: bool = True) -> tuple[str, ...]:
+        """Name every tensor kept here that is no longer what was read from the trace; none when all is well.
+
+        Args:
+            everything: look at all that is kept; else only at what was handed out since this was last called.
+        """
+        steps = self._shrinks.keys() if everything else self._handed_steps & self._shrinks.keys()
+        found = [
+            f"the {self.which}'s shrinks of step {step}"
+            for step in sorted(steps)
+            if not torch.equal(digest_tensor(self._shrinks[step].payload), self._shrinks[step].seal)
+        ]
+        if self._cache is not None and (everything or self._handed_cache):
             equal = (_layer_digests(self._cache.layers) == self._cache.seals).all(1).tolist()
             found += [
                 f"the {self.which}'s cached rows of layer {layer}"
                 for layer, same in zip(self._cache.layers, equal, strict=True)
                 if not same
             ]
+        self._handed_steps.clear()
+        self._handed_cache = False
         return tuple(found)
 
     def keep(self, steps: int) -> None:

@@ -1,19 +1,40 @@
 """The workbench: a recorded pair on an engine, ready for experiments.
 
 Everything that the arms share is kept here: the two recordings, unedited arms that ran already, the check that both
-recordings can be reconstructed, and the counts of what was run.
+recordings can be reconstructed, and the counts of what was run. An experiment uses the engine's cache; its reduction,
+interceptors and hooks are as before when it is over, whatever happened inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fliptrace.capture.engine import Engine
-from fliptrace.judgements import Arm, Reconstruction, Screening, Verdict
+from fliptrace.errors import InputError
+from fliptrace.judgements import (
+    CAVEAT,
+    Arm,
+    DirectionResult,
+    Reconstruction,
+    Screening,
+    Verdict,
+)
 from fliptrace.pair import Pair
+from fliptrace_interventions.arms import ArmSettings
+from fliptrace_interventions.bench import Bench
 from fliptrace_interventions.edits import Edit
+from fliptrace_interventions.identity import told_differences
+from fliptrace_interventions.judging import Evidence, combined, judge
+from fliptrace_interventions.outcomes import gsm8k_answer
+from fliptrace_interventions.plans import Plan
+from fliptrace_interventions.proofs import Extent, prove_direction
 from fliptrace_interventions.recorded import RecordedExecution
-from fliptrace_interventions.selection import Selection
+from fliptrace_interventions.selection import Selection, resolve
+from fliptrace_kernels import ReductionError, parse_reduction
+
+#: The two executions of a pair.
+EXECUTIONS = ("reference", "candidate")
 
 
 class Workbench:
@@ -26,7 +47,7 @@ class Workbench:
         target_step: the step whose token is judged: the flip, unless another was asked for.
         reduction: of the continuations, in its long form.
         repeats, shams, seed: as asked.
-        runs: arms run so far, reconstructions included; forwards: forward passes so far.
+        environment: the engine's description.
         environment_differences: (key, recorded, now): what differs from where the pair was recorded, of all that is
             told and not refused. Reconstruction decides whether it matters.
     """
@@ -64,30 +85,58 @@ class Workbench:
             InputError: the traces are redacted, cut short or of another model, adapter, dtype or engine; nothing
                 flipped and no target was given; a reduction that is not repeatable was not allowed.
         """
-        raise NotImplementedError
+        if repeats < 2:
+            raise InputError(f"a proof repeats every arm at least twice; got repeats={repeats}")
+        if shams < 0 or seed < 0:
+            raise InputError(f"shams and seed must not be negative; got {shams} and {seed}")
+        self.pair = pair
+        self.engine = engine
+        self.reference = RecordedExecution(pair.reference, engine, "reference")
+        self.candidate = RecordedExecution(pair.candidate, engine, "candidate")
+        self.target_step = self._choose_target(target)
+        self.reduction, repeatable = _continuation(reduction, allow_unrepeatable)
+        self.repeats, self.shams, self.seed = repeats, shams, seed
+        self.environment: dict[str, Any] = {
+            name: dict(section) for name, section in engine.describe().items()
+        }
+        self.environment_differences = tuple(
+            dict.fromkeys(
+                difference
+                for trace in (pair.reference, pair.candidate)
+                for difference in told_differences(trace, self.environment)
+            )
+        )
+        self._bench = Bench(
+            engine,
+            self.reduction,
+            seed if engine.simulates_atomics and not repeatable else None,
+            repeatable_by_construction=repeatable,
+            repeats=repeats,
+            answer=answer or gsm8k_answer,
+            expected_answer=expected_answer,
+        )
 
-    pair: Pair
-    engine: Engine
-    reference: RecordedExecution
-    candidate: RecordedExecution
-    target_step: int
-    reduction: str
-    repeats: int
-    shams: int
-    seed: int
-    runs: int
-    forwards: int
-    environment_differences: tuple[tuple[str, object, object], ...]
+    @property
+    def runs(self) -> int:
+        """Arms run so far, reconstructions included."""
+        return self._bench.runs
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes run so far."""
+        return self._bench.forwards
 
     @property
     def flip_step(self) -> int | None:
         """The step at which the executions chose different tokens, None when they never did."""
-        raise NotImplementedError
+        flip = self.pair.diff.flip
+        return None if flip is None else flip.step
 
     @property
     def tokens(self) -> tuple[int, int]:
         """The tokens chosen at the target step: (reference, candidate)."""
-        raise NotImplementedError
+        step = self.target_step
+        return self.reference.token_ids[step], self.candidate.token_ids[step]
 
     def execution(self, which: str) -> RecordedExecution:
         """Return the recording called ``reference`` or ``candidate``.
@@ -95,7 +144,9 @@ class Workbench:
         Raises:
             InputError: another name.
         """
-        raise NotImplementedError
+        if which not in EXECUTIONS:
+            raise InputError(f"an execution is one of {', '.join(EXECUTIONS)}; got {which!r}")
+        return self.reference if which == "reference" else self.candidate
 
     def select(self, edits: Sequence[Edit], recipient: str = "reference") -> Selection:
         """Resolve edits without running anything: what they select, how many elements, and whether they differ.
@@ -104,11 +155,12 @@ class Workbench:
             InputError: an edit selects nothing, another number of elements than it expects, an evicted or unknown
                 place, or the same element as another edit.
         """
-        raise NotImplementedError
+        return self._resolve(edits, recipient, "recorded")[0]
 
     def reconstruct(self) -> tuple[Reconstruction, Reconstruction]:
         """Replay both executions from an empty cache by token ids and shrinks alone; done once, then remembered."""
-        raise NotImplementedError
+        with self._bench.continuing():
+            return self._bench.reconstructions(self.reference, self.candidate, self.target_step)
 
     def screen(
         self, edits: Sequence[Edit], recipient: str = "reference", *, between: str = "recorded"
@@ -123,7 +175,24 @@ class Workbench:
         Raises:
             InputError: see select.
         """
-        raise NotImplementedError
+        selection, plan = self._resolve(edits, recipient, between)
+        evidence = self._evidence(plan, selection)
+        if not evidence.not_applicable:
+            with self._bench.continuing():
+                reconstructions = self.reconstruct()
+                evidence = self._bench.screened(evidence, plan, reconstructions)
+        judgement, reasons = judge(evidence)
+        return Screening(
+            recipient=plan.recipient.which,
+            donor=plan.donor.which,
+            recipient_token=evidence.recipient_token,
+            donor_token=evidence.donor_token,
+            edits=tuple(edit.to_json() for edit in edits),
+            judgement=judgement,
+            reasons=reasons,
+            unedited=evidence.unedited,
+            edited=evidence.edited,
+        )
 
     def prove(
         self,
@@ -139,17 +208,36 @@ class Workbench:
         Args:
             edits: what to put in.
             recipient: ``reference`` or ``candidate``; None: both directions.
-            free: also run each arm without forced tokens.
+            free: also run each arm without forced tokens, up to the target step.
             shams: surviving shams per direction; None: the workbench's number.
             between: see screen.
 
         Raises:
             InputError: see select.
         """
-        raise NotImplementedError
+        chosen = EXECUTIONS if recipient is None else (recipient,)
+        resolved = [self._resolve(edits, which, between) for which in chosen]
+        extent = Extent(
+            free=free,
+            end_ids=self._end_ids,
+            shams=self.shams if shams is None else shams,
+            seed=self.seed,
+        )
+        results: list[DirectionResult] = []
+        with self._bench.continuing():
+            for selection, plan in resolved:
+                evidence = self._evidence(plan, selection)
+                found = () if evidence.not_applicable else self.reconstruct()
+                results.append(prove_direction(self._bench, plan, evidence, found, extent))
+        return self._verdict(edits, results, between)
 
     def continue_freely(
-        self, edits: Sequence[Edit], recipient: str = "reference", *, between: str = "recorded"
+        self,
+        edits: Sequence[Edit] = (),
+        recipient: str = "reference",
+        *,
+        between: str = "recorded",
+        unedited: bool = False,
     ) -> Arm:
         """Continue to the end of the answer without forced tokens; the arm holds the text and the answer.
 
@@ -157,11 +245,130 @@ class Workbench:
             edits: what to put in; none continues the recipient itself from the target step.
             recipient: in whose execution.
             between: see screen.
+            unedited: put the recipient's own values in at the places of the edits: what to compare with.
+
+        Raises:
+            InputError: see select.
         """
-        raise NotImplementedError
+        if edits:
+            selection, plan = self._resolve(edits, recipient, between)
+            if selection.not_applicable and not unedited:
+                raise InputError(
+                    f"there is nothing to continue: {selection.not_applicable[0]}; leave the edits out to continue the "
+                    f"{recipient} itself"
+                )
+            plan = plan.unedited() if unedited else plan
+        else:
+            own, donor = self._directed(recipient)
+            plan = Plan(own, donor, self.target_step, self.target_step)
+        limit = plan.recipient.trace.manifest.get("decoding.max_new_tokens")
+        settings = ArmSettings(
+            free=True,
+            to_end=True,
+            end_ids=self._end_ids,
+            last_step=(limit or plan.recipient.steps) - 1,
+        )
+        with self._bench.continuing():
+            runs = self._bench.repeated(plan, settings, None, self.repeats)
+        name = "unedited, free" if unedited or not edits else "edited, free"
+        return self._bench.arm(name, runs, told=True)
 
     def mirrored(
         self, edits: Sequence[Edit], recipient: str = "reference", *, between: str = "recorded"
     ) -> Screening:
         """Screen the same edits in the other direction: the recipient's values put into the donor's execution."""
-        raise NotImplementedError
+        return self.screen(edits, self._directed(recipient)[1].which, between=between)
+
+    def _choose_target(self, target: int | None) -> int:
+        flip = self.flip_step
+        if target is None:
+            if flip is None:
+                raise InputError(
+                    "nothing flipped in this pair, so there is no token to judge; give target=STEP to judge the token "
+                    "of that step, or record a pair that diverges"
+                )
+            return flip
+        last = min(self.reference.steps, self.candidate.steps) - 1
+        last = last if flip is None else min(last, flip)
+        if not 0 <= target <= last:
+            what = "the flip" if last == flip else "the last step that both executions have"
+            raise InputError(
+                f"target must be a step from 0 to {last}, {what}; got {target}. After a flip the executions read other "
+                "tokens"
+            )
+        return target
+
+    def _directed(self, recipient: str) -> tuple[RecordedExecution, RecordedExecution]:
+        """Return recipient and donor."""
+        own = self.execution(recipient)
+        return own, self.candidate if own is self.reference else self.reference
+
+    def _resolve(
+        self, edits: Sequence[Edit], recipient: str, between: str
+    ) -> tuple[Selection, Plan]:
+        own, donor = self._directed(recipient)
+        return resolve(edits, own, donor, self.engine, self.target_step, between)
+
+    def _evidence(self, plan: Plan, selection: Selection) -> Evidence:
+        """Return what is known before anything runs."""
+        step = self.target_step
+        return Evidence(
+            recipient=plan.recipient.which,
+            recipient_token=plan.recipient.token_ids[step],
+            donor_token=plan.donor.token_ids[step],
+            target_step=step,
+            reduction=self.reduction,
+            not_applicable=selection.not_applicable,
+        )
+
+    @property
+    def _end_ids(self) -> tuple[int, ...]:
+        return tuple(self.pair.reference.manifest.get("decoding.end_ids") or ())
+
+    def _verdict(
+        self, edits: Sequence[Edit], results: Sequence[DirectionResult], between: str
+    ) -> Verdict:
+        reasons = tuple(
+            f"{result.recipient} <- {result.donor}: {reason}"
+            for result in results
+            for reason in result.reasons
+        )
+        return Verdict(
+            judgement=combined(tuple(result.judgement for result in results)),
+            claim="; ".join(edit.name for edit in edits),
+            edits=tuple(edit.to_json() for edit in edits),
+            directions=tuple(results),
+            reasons=reasons,
+            caveat=CAVEAT,
+            target_step=self.target_step,
+            reduction=self.reduction,
+            repeatable_by_construction=self._bench.repeatable_by_construction,
+            between=between,
+            environment=self.environment,
+            environment_differences=self.environment_differences,
+        )
+
+    def __repr__(self) -> str:
+        """Say in one line what it is."""
+        return (
+            f"Workbench({self.pair.title}: step {self.target_step}, continuing under {self.reduction}, "
+            f"{self.runs} runs so far)"
+        )
+
+
+def _continuation(reduction: str, allow_unrepeatable: bool) -> tuple[str, bool]:
+    """Return a reduction's long form and whether it is repeatable by construction.
+
+    Raises:
+        InputError: no reduction, or one that is not repeatable and was not asked for.
+    """
+    try:
+        parsed = parse_reduction(reduction)
+    except ReductionError as error:
+        raise InputError(str(error)) from error
+    if not parsed.is_repeatable and not allow_unrepeatable:
+        raise InputError(
+            f"{parsed} is not repeatable by construction, so a continuation under it may change the token by itself; "
+            "use unsplit, or allow it (allow_unrepeatable=True) and let the repeats decide"
+        )
+    return str(parsed), parsed.is_repeatable

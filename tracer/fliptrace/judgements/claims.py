@@ -130,13 +130,15 @@ class Specificity(Value):
 
 @dataclass(frozen=True, slots=True)
 class FootprintLayer(Value):
-    """Key and value elements of one layer that the edit changed, and those that differed between the executions.
+    """Key and value elements of one layer that the edit changed in one step's rows, beside what was observed there.
 
     Attributes:
         layer: its number.
         keys: key elements that differ between the edited and the unedited arm; values likewise.
-        observed_keys: key elements that differ between the two recordings in the same rows; observed_values likewise.
-        same_positions: the changed elements are exactly the observed ones.
+        observed_keys: key elements that differ between the two recordings in the same token rows; observed_values
+            likewise.
+        positions: the changed rows' token positions, at most 64.
+        same_positions: the changed elements are exactly the observed ones of these rows.
         same_bits: every changed element has the donor's recorded bits.
     """
 
@@ -145,19 +147,20 @@ class FootprintLayer(Value):
     values: int
     observed_keys: int
     observed_values: int
+    positions: tuple[int, ...]
     same_positions: bool
     same_bits: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint(Value):
-    """What the edit left in the cache: rows written from the edit's step to the target step.
+    """What the edit left in the cache, among the rows written from its own step to the target step.
 
     Attributes:
-        keys: key elements that differ between the edited and the unedited arm; values likewise.
-        layers: the layers with any, in order.
-        first_step_only: counts cover the rows written in the edit's own step only.
-        same_positions: in the first changed layer the elements are exactly those that differ between the two
+        keys: key elements that differ between the edited and the unedited arm, all steps; values likewise.
+        step: the first step in whose rows something changed, None when nothing did.
+        layers: of that step, the layers with any, in order.
+        same_positions: in the first of these layers the elements are exactly those that differ between the two
             recordings; None when nothing changed.
         same_bits: and they have the donor's recorded bits; None when nothing changed.
         sentence: for people.
@@ -165,8 +168,8 @@ class Footprint(Value):
 
     keys: int
     values: int
+    step: int | None
     layers: tuple[FootprintLayer, ...]
-    first_step_only: bool
     same_positions: bool | None
     same_bits: bool | None
     sentence: str

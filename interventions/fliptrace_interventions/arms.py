@@ -1,0 +1,439 @@
+"""Run one arm: restore or recompute the recipient's state, put the edits in, continue, and keep the evidence.
+
+An arm may stop early when, after a step, the residual stream of all rows, every cache row written since the edit, and
+the logits are bit-equal to the unedited arm's: the same weights then see the same state and the same tokens, so all the
+rest is equal by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fliptrace.capture.decoding import Choice, choose
+from fliptrace.capture.engine import CacheLayer, Engine
+from fliptrace.errors import RecordingError
+from fliptrace.judgements import Receipt
+from fliptrace.numerics import digest_hex, digest_rows, digest_tensor
+from fliptrace_interventions.audit import (
+    ArmAudit,
+    Expectation,
+    StepAudit,
+    StepState,
+    digest_of_shrinks,
+    hexes,
+)
+from fliptrace_interventions.edits import Source
+from fliptrace_interventions.plans import Place, Plan
+
+#: How a digest reads that was never taken.
+MISSING = ""
+
+
+@dataclass(frozen=True)
+class ArmSettings:
+    """How an arm is continued.
+
+    Attributes:
+        free: feed the arm's own tokens instead of the recorded ones.
+        to_end: go on after the target step to the end of the answer.
+        end_ids: tokens that end an answer.
+        last_step: the last step that a free arm may run.
+        keep_rows: keep copies of the cache rows that are written.
+    """
+
+    free: bool = False
+    to_end: bool = False
+    end_ids: Collection[int] = ()
+    last_step: int = 0
+    keep_rows: bool = False
+
+
+@dataclass
+class ArmRun:
+    """What one run of an arm showed.
+
+    Attributes:
+        plan: what it did.
+        choices: what was chosen in each step, from ``plan.start`` on.
+        states: the state after each step, likewise.
+        fed: the tokens that were taken as generated in each step, likewise.
+        receipts: one per edited place.
+        changed_operands: names of watched sites whose operand was not the recorded one.
+        wrong_operand: the first edited site's operand was not the recorded one, although nothing before it was edited.
+        rows: per step and layer the cache rows written, where asked for.
+        stopped_early_at: see Arm.
+        stop_reason: why a free arm ended; "" otherwise.
+        forwards: forward passes run.
+    """
+
+    plan: Plan
+    choices: list[Choice] = field(default_factory=list)
+    states: list[StepState] = field(default_factory=list)
+    fed: list[int] = field(default_factory=list)
+    receipts: list[Receipt] = field(default_factory=list)
+    changed_operands: list[str] = field(default_factory=list)
+    wrong_operand: str = ""
+    rows: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    stopped_early_at: int | None = None
+    stop_reason: str = ""
+    forwards: int = 0
+
+    def choice(self, step: int) -> Choice | None:
+        """Return what was chosen in a step, None when the arm did not reach it."""
+        place = step - self.plan.start
+        return self.choices[place] if 0 <= place < len(self.choices) else None
+
+    def is_equal(self, other: ArmRun) -> bool:
+        """Tell whether another run gave the same tokens and left the same states, bit by bit."""
+        return self.fed == other.fed and self.states == other.states
+
+    def first_difference(self, other: ArmRun) -> int | None:
+        """Return the first step whose token or state differs, None when both are equal."""
+        for place, (ours, theirs) in enumerate(zip(self.states, other.states, strict=False)):
+            if ours != theirs or self.fed[place] != other.fed[place]:
+                return self.plan.start + place
+        shorter = min(len(self.states), len(other.states))
+        return None if len(self.states) == len(other.states) else self.plan.start + shorter
+
+
+def run_arm(
+    engine: Engine,
+    plan: Plan,
+    settings: ArmSettings,
+    unedited: ArmRun | None = None,
+) -> ArmRun:
+    """Run an arm once. The caller has chosen the reduction.
+
+    Args:
+        engine: where it runs; its cache is used.
+        plan: what to do.
+        settings: how to continue.
+        unedited: the unedited arm under the same settings, to stop early by; None: run to the end.
+
+    Returns:
+        What it showed. Whatever fails inside is raised; the engine's interceptor and audit are taken off first.
+    """
+    run = ArmRun(plan)
+    audit = ArmAudit()
+    handover = Handover(engine, plan)
+    with engine.audited(audit), engine.intercepted(handover):
+        _Continuation(engine, settings, audit, handover, run, unedited).go()
+    return run
+
+
+class Handover:
+    """The interceptor of one arm: hands over recorded, edited or computed shrinks, as the plan says."""
+
+    def __init__(self, engine: Engine, plan: Plan) -> None:
+        """Prepare for ``plan``."""
+        self.engine = engine
+        self.plan = plan
+        self.step = -1
+        self.written: dict[Place, Tensor] = {}
+        self.replayed: list[Tensor] = []
+        self.operands: dict[Place, Tensor] = {}
+        self._last_operand: tuple[Tensor, Tensor, int] | None = None
+
+    def begin(self, step: int) -> None:
+        """A forward is about to run."""
+        self.step = step
+        self.written, self.replayed, self.operands = {}, [], {}
+        self._last_operand = None
+
+    def __call__(self, site: int, operand: Tensor, z: Tensor) -> Tensor:
+        """Return what expand is to get instead of ``z``."""
+        plan, place = self.plan, (self.step, site)
+        patches = plan.patches.get(place, ())
+        replay = plan.replays.get(self.step)
+        recorded = plan.is_recorded(place)
+        if replay is None and not recorded and not patches:
+            return z
+        if replay is not None or (plan.watched_from is not None and place >= plan.watched_from):
+            self.operands[place] = self._operand_digests(operand)
+        if replay is not None:
+            given = plan.execution(replay).shrink(self.step, site)
+        elif recorded:
+            given = plan.recipient.shrink(self.step, site)
+        else:
+            given = z.clone()
+        if given.shape != z.shape:
+            raise RecordingError(
+                f"{self.engine.sites[site].name} computed {list(z.shape)} in step {self.step}, but "
+                f"{list(given.shape)} was recorded; the recording is of another prompt or adapter"
+            )
+        for patch in patches:
+            source = None
+            if isinstance(patch.value, Source):
+                source = plan.execution(patch.value).shrink(self.step, site)
+            patch.apply(given, source)
+        if patches:
+            self.written[place] = digest_tensor(given)
+        if replay is not None:
+            self.replayed.append(given.clone())
+        return given
+
+    def _operand_digests(self, operand: Tensor) -> Tensor:
+        """Digest the rows; q, k and v read one tensor, which is held here so that its address is not used again."""
+        last = self._last_operand
+        if (
+            last is not None
+            and last[0].data_ptr() == operand.data_ptr()
+            and last[0].shape == operand.shape
+            and last[2] == operand._version
+        ):
+            return last[1]
+        digests = digest_rows(operand)
+        self._last_operand = operand, digests, operand._version
+        return digests
+
+
+class _Continuation:
+    """One run of an arm, step by step."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ArmSettings,
+        audit: ArmAudit,
+        handover: Handover,
+        run: ArmRun,
+        unedited: ArmRun | None,
+    ) -> None:
+        self.engine, self.settings, self.audit, self.handover = engine, settings, audit, handover
+        self.run, self.plan = run, run.plan
+        self.unedited = unedited
+        self.last_step = max(settings.last_step, run.plan.target)
+        if not settings.to_end:
+            self.last_step = run.plan.target
+
+    def go(self) -> None:
+        """Run the steps."""
+        plan, run = self.plan, self.run
+        token = self._restore()
+        limit = self.engine.context_length
+        for step in range(plan.start, self.last_step + 1):
+            if limit is not None and len(plan.recipient.prompt_ids) + step > limit:
+                run.stop_reason = "context full"
+                return
+            cached = self._patch_cache(step)
+            arrived, logits = self._forward(step, token, cached)
+            choice = choose(logits, step)
+            run.choices.append(choice)
+            run.forwards += 1
+            if self.settings.keep_rows:
+                run.rows[step] = arrived.rows
+            token = self._next_token(step, choice)
+            run.fed.append(token)
+            if self._equal_from_here(step):
+                self._take_the_rest(step)
+                return
+            if self.settings.free and token in self.settings.end_ids:
+                run.stop_reason = "end of sequence"
+                return
+        if self.settings.free and self.settings.to_end:
+            run.stop_reason = "max new tokens"
+
+    def _restore(self) -> int | None:
+        """Bring the engine to the state before the first step; return the token to feed."""
+        plan = self.plan
+        if plan.start == 0:
+            self.engine.start(plan.recipient.prompt_ids)
+            return None
+        if plan.start not in plan.cache_patches:
+            self.engine.write_cache(plan.recipient.cache_before(plan.start), plan.start)
+        return plan.tokens.get(plan.start - 1, plan.recipient.token_ids[plan.start - 1])
+
+    def _next_token(self, step: int, choice: Choice) -> int:
+        """Return the token that counts as generated in a step."""
+        forced = self.plan.tokens.get(step)
+        if forced is not None:
+            return forced
+        if self.settings.free or step >= self.plan.target:
+            return choice.token
+        return self.plan.recipient.token_ids[step]
+
+    def _patch_cache(self, step: int) -> _PatchedCache | None:
+        """Put the cache edits before a step in."""
+        patches = self.plan.cache_patches.get(step)
+        if patches is None:
+            return None
+        plan = self.plan
+        own = plan.recipient.cache_before(step)
+        content = own if step == plan.start else self.engine.read_cache()
+        sources = {
+            source: {
+                layer.layer: layer.values for layer in plan.execution(source).cache_before(step)
+            }
+            for source in {patch.value for patch in patches if isinstance(patch.value, Source)}
+        }
+        before = {layer.layer: digest_tensor(layer.values) for layer in own}
+        edited: dict[int, CacheLayer] = {layer.layer: layer for layer in content}
+        for patch in patches:
+            layer = edited[patch.layer]
+            source = None
+            if isinstance(patch.value, Source):
+                source = sources[patch.value][patch.layer]
+            patch.apply(layer.values, layer.first_position, source)
+        written = {number: digest_tensor(layer.values) for number, layer in edited.items()}
+        self.engine.write_cache(tuple(edited.values()), step)
+        return _PatchedCache({patch.layer for patch in patches}, before, written)
+
+    def _forward(
+        self, step: int, token: int | None, cached: _PatchedCache | None
+    ) -> tuple[StepAudit, Tensor]:
+        """Run one forward and settle its receipts."""
+        plan = self.plan
+        sites = {site for at, site in plan.patches if at == step}
+        replayed = step in plan.replays
+        rows = len(plan.recipient.prompt_ids) if step == 0 else 1
+        self.audit.begin(
+            Expectation(step, rows, sites, replayed, cached.written if cached is not None else ())
+        )
+        self.handover.begin(step)
+        logits = self.engine.step(token)
+        arrived, state = self.audit.finish(logits)
+        self.run.states.append(state)
+        if cached is not None:
+            self.run.receipts += _cache_receipts(step, cached, arrived)
+        if replayed:
+            self.run.receipts.append(self._replay_receipt(step, arrived))
+        if sites:
+            self.run.receipts += self._shrink_receipts(step, sorted(sites), arrived)
+        self._compare_operands(step)
+        return arrived, logits
+
+    def _shrink_receipts(self, step: int, sites: list[int], arrived: StepAudit) -> list[Receipt]:
+        written = hexes(self.handover.written)
+        consumed = hexes({(step, site): digest for site, digest in arrived.shrinks.items()})
+        receipts = []
+        for site in sites:
+            place = (step, site)
+            given, got = written.get(place, MISSING), consumed.get(place, MISSING)
+            phase = "prefill" if step == 0 else f"step {step}"
+            receipts.append(
+                Receipt(
+                    place=f"{self.engine.sites[site].name}, {phase}",
+                    digest_before=self.plan.recipient.shrink_digest(step, site),
+                    digest_written=given,
+                    digest_consumed=got,
+                    landed=landed(given, got),
+                )
+            )
+        return receipts
+
+    def _replay_receipt(self, step: int, arrived: StepAudit) -> Receipt:
+        sites = range(len(self.engine.sites))
+        before = digest_of_shrinks([self.plan.recipient.shrink(step, site) for site in sites])
+        given, got = (
+            digest_hex(digest_of_shrinks(shrinks)) if shrinks else MISSING
+            for shrinks in (self.handover.replayed, arrived.replayed)
+        )
+        return Receipt(
+            place=f"all {len(sites)} shrinks of {'the prefill' if step == 0 else f'step {step}'}",
+            digest_before=digest_hex(before),
+            digest_written=given,
+            digest_consumed=got,
+            landed=landed(given, got),
+        )
+
+    def _compare_operands(self, step: int) -> None:
+        """Name the watched sites whose operand rows are not the recorded ones."""
+        operands = self.handover.operands
+        if not operands:
+            return
+        found = torch.cat(list(operands.values())).cpu()
+        whose = self.plan.execution(self.plan.replays.get(step, Source.RECIPIENT))
+        first = 0
+        for at, site in operands:
+            expected = whose.operand_digests(step, site)
+            same = torch.equal(found[first : first + expected.shape[0]], expected)
+            first += expected.shape[0]
+            if not same:
+                phase = "prefill" if step == 0 else f"step {step}"
+                name = f"{self.engine.sites[site].name}, {phase}"
+                self.run.changed_operands.append(name)
+                if (at, site) == self.plan.strict_operand:
+                    self.run.wrong_operand = name
+
+    def _equal_from_here(self, step: int) -> bool:
+        """Tell whether everything after this step is the unedited arm's by construction."""
+        plan, other = self.plan, self.unedited
+        if other is None or plan.changes_cache or step < plan.last_edited_step:
+            return False
+        done = step - plan.start + 1
+        if len(other.states) < done:
+            return False
+        ours, theirs = self.run.states, other.states
+        return all(ours[place].is_equal(theirs[place]) for place in range(done)) and (
+            self.run.fed == other.fed[:done]
+        )
+
+    def _take_the_rest(self, step: int) -> None:
+        """The rest is the unedited arm's."""
+        run, other = self.run, self.unedited
+        if other is None:
+            return
+        done = step - self.plan.start + 1
+        run.choices += other.choices[done:]
+        run.states += other.states[done:]
+        run.fed += other.fed[done:]
+        run.stop_reason = other.stop_reason
+        run.stopped_early_at = step
+
+
+@dataclass(frozen=True)
+class _PatchedCache:
+    """Digests of a cache that was edited before a step, per layer, on the engine's device."""
+
+    edited: Collection[int]
+    before: Mapping[int, Tensor]
+    written: Mapping[int, Tensor]
+
+
+def _cache_receipts(step: int, cached: _PatchedCache, arrived: StepAudit) -> list[Receipt]:
+    """One receipt per edited layer, and one for all the others."""
+
+    def digests(layers: Mapping[int, Tensor], chosen: Collection[int]) -> dict[Place, Tensor]:
+        return {(step, layer): layers[layer] for layer in chosen if layer in layers}
+
+    everything = list(cached.written)
+    before, written, consumed = (
+        hexes(digests(layers, everything))
+        for layers in (cached.before, cached.written, arrived.caches)
+    )
+
+    def receipt(place: str, layers: Collection[int]) -> Receipt:
+        parts = []
+        for side in (before, written, consumed):
+            there = [side.get((step, layer), MISSING) for layer in layers]
+            parts.append(_joined(there))
+        return Receipt(place, parts[0], parts[1], parts[2], landed(parts[1], parts[2]))
+
+    edited = sorted(cached.edited)
+    others = [layer for layer in everything if layer not in cached.edited]
+    receipts = [receipt(f"cache of layer {layer} before step {step}", [layer]) for layer in edited]
+    if others:
+        receipts.append(
+            receipt(f"cache of the {len(others)} other layers before step {step}", others)
+        )
+    return receipts
+
+
+def _joined(digests: list[str]) -> str:
+    """Bind digests of several layers into one; a missing one makes the whole missing."""
+    if MISSING in digests:
+        return MISSING
+    if len(digests) == 1:
+        return digests[0]
+    lanes = [[int(text[:16], 16), int(text[16:], 16)] for text in digests]
+    signed = [[lane - (1 << 64) if lane >> 63 else lane for lane in pair] for pair in lanes]
+    return digest_hex(digest_tensor(torch.tensor(signed, dtype=torch.int64)))
+
+
+def landed(written: str, consumed: str) -> bool:
+    """Tell whether what was written is there and is what arrived."""
+    return written != MISSING and written == consumed

@@ -1,0 +1,90 @@
+"""Replay a recording from an empty cache by its token ids and shrinks alone, and compare everything else with it.
+
+If every cache row and every logits row comes out bit-equal, then the shrinks are all that could have made a difference,
+and this machine computes what was recorded. Without that nothing said about substituted values means anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fliptrace.capture.engine import Engine
+from fliptrace.judgements import Reconstruction
+from fliptrace.numerics import integer_view
+from fliptrace_interventions.audit import ArmAudit, Expectation
+from fliptrace_interventions.recorded import RecordedExecution
+
+
+def reconstruct(
+    engine: Engine, recorded: RecordedExecution, last_step: int
+) -> tuple[Reconstruction, int]:
+    """Replay the steps 0 … last_step.
+
+    Args:
+        engine: with the recording's model; the caller has chosen the reduction, which every site's replaced shrink
+            hides.
+        recorded: gives prompt ids, token ids and shrinks; its cache rows and logits digests are only compared with.
+        last_step: the last step that is replayed.
+
+    Returns:
+        What was found, and how many forwards it took. The replay ends at the first mismatch.
+    """
+    audit = ArmAudit()
+    mismatch: str | None = None
+    forwards = 0
+    restored = True
+    replay = _Replay(recorded)
+    recorded.keep(last_step + 1)
+    with engine.audited(audit), engine.intercepted(replay):
+        engine.start(recorded.prompt_ids)
+        for step in range(last_step + 1):
+            mismatch = _replayed_step(engine, recorded, audit, replay, step)
+            forwards += 1
+            if mismatch is not None:
+                break
+        if mismatch is None and last_step > 0:
+            engine.write_cache(recorded.cache_before(last_step), last_step)
+            restored = _replayed_step(engine, recorded, audit, replay, last_step) is None
+            forwards += 1
+    equal = mismatch is None
+    return Reconstruction(
+        recorded.which, last_step + 1, equal, mismatch, equal and restored
+    ), forwards
+
+
+class _Replay:
+    """An interceptor that hands over the recorded shrink of every site."""
+
+    def __init__(self, recorded: RecordedExecution) -> None:
+        self.recorded = recorded
+        self.step = 0
+
+    def __call__(self, site: int, operand: Tensor, z: Tensor) -> Tensor:
+        return self.recorded.shrink(self.step, site)
+
+
+def _replayed_step(
+    engine: Engine, recorded: RecordedExecution, audit: ArmAudit, replay: _Replay, step: int
+) -> str | None:
+    """Replay one step; say where it is not the recorded one, None when it is."""
+    replay.step = step
+    audit.begin(Expectation(step, len(recorded.positions(step))))
+    arrived, state = audit.finish(engine.step(recorded.token_ids[step - 1] if step else None))
+    for layer in engine.cache_layers:
+        expected = recorded.cache_rows(step, layer)
+        rows = arrived.rows.get(layer)
+        if rows is None:
+            return f"step {step}: layer {layer} cached no rows"
+        if rows.shape != expected.shape:
+            return f"step {step}: layer {layer} cached {list(rows.shape)}, recorded are {list(expected.shape)}"
+        differs = integer_view(rows) != integer_view(expected)
+        if bool(differs.any()):
+            part, row = torch.nonzero(differs)[0, :2].tolist()
+            return (
+                f"step {step}: {int(differs.sum())} elements of layer {layer}'s new cache rows differ, first in the "
+                f"{'values' if part else 'keys'} of token position {recorded.positions(step)[row]}"
+            )
+    if state.logits != recorded.logits_digest(step):
+        return f"step {step}: the cache rows are equal, but the logits differ"
+    return None

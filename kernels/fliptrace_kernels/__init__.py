@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from fliptrace_kernels.arrival import ArrivalSchedule
-    from fliptrace_kernels.dispatch import launch_configuration, lora_shrink
+    from fliptrace_kernels.dispatch import launch_configuration, lora_shrink, prepare
     from fliptrace_kernels.errors import (
         FliptraceKernelsError,
         LaunchError,
@@ -33,6 +33,7 @@ __all__ = [
     "lora_shrink",
     "parse_reduction",
     "partials",
+    "prepare",
 ]
 
 _HOMES: Final = ("arrival", "dispatch", "errors", "reduction", "specification")

@@ -42,11 +42,6 @@ MIN_BLOCK_K: Final = 16  # the smallest K of a 16-bit matrix instruction
 MAX_BLOCK_K: Final = 1024
 MAX_SPLITS: Final = 64  # vLLM's largest default
 
-_BLOCK_M: Final = 16
-_MIN_BLOCK_N: Final = 16
-_MAX_BLOCK_N: Final = 64
-_SHARED_MEMORY_BYTES: Final = 96 * 1024  # what every GPU since compute capability 8.0 has
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -57,32 +52,68 @@ class Launch:
         block_n: ranks per tile.
         num_warps: warps per block.
         num_stages: software pipelining depth of the K loop.
+        x_eviction: cache hint of x: '', 'evict_first' or 'evict_last'. Hints change no bit.
+        a_eviction: cache hint of A.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    x_eviction: str = ""
+    a_eviction: str = ""
 
 
-def launch_for(*, rank: int, block_k: int, element_bytes: int) -> Launch:
+_ANY: Final = 1 << 30
+
+# Rows per tile stay below 64: from there on Triton would pick another matrix instruction on newer
+# GPUs (wgmma, tcgen05). The stages keep a tile in flight within 96 KB of shared memory, which every
+# GPU since compute capability 8.0 has; only FP32 with a K block of 1024 asks for more.
+_FIXED_ORDER: Final[tuple[tuple[int, int, int, Launch], ...]] = (
+    # element bytes, rank up to, K block up to
+    (2, 16, 128, Launch(16, 16, 4, 4)),
+    (2, 16, 256, Launch(16, 16, 4, 3)),
+    (2, 16, 512, Launch(16, 16, 4, 2)),
+    (2, 16, _ANY, Launch(16, 16, 4, 1)),
+    (2, 32, 128, Launch(16, 32, 4, 4)),
+    (2, 32, 256, Launch(16, 32, 4, 3)),
+    (2, 32, _ANY, Launch(16, 32, 4, 1)),
+    (2, _ANY, 64, Launch(16, 64, 4, 4)),
+    (2, _ANY, 128, Launch(16, 64, 4, 3)),
+    (2, _ANY, 256, Launch(16, 64, 4, 2)),
+    (2, _ANY, 512, Launch(16, 64, 4, 1)),
+    (2, _ANY, _ANY, Launch(16, 16, 4, 1)),
+    (4, 16, 256, Launch(16, 16, 4, 2)),
+    (4, 16, _ANY, Launch(16, 16, 4, 1)),
+    (4, 32, 256, Launch(16, 32, 4, 1)),
+    (4, _ANY, 128, Launch(16, 64, 4, 2)),
+    (4, _ANY, 256, Launch(16, 64, 4, 1)),
+    (4, _ANY, _ANY, Launch(16, 16, 4, 1)),
+)
+"""Launches of `unsplit`, `deterministic` and `tree`: the first row that fits."""
+
+_VLLM: Final = Launch(32, 16, 4, 2)
+"""vLLM's own tile, for `atomic`.
+
+Source: vLLM 0.26 to 0.32, get_lora_op_configs without a tuned configuration.
+"""
+
+_VLLM_LARGE_BLOCK: Final = Launch(32, 16, 4, 1)  # where two stages would not fit
+
+
+def launch_for(*, kind: str, rank: int, block_k: int, element_bytes: int) -> Launch:
     """Return the launch of a shrink kernel.
 
     Args:
+        kind: kind of the reduction.
         rank: R, rows of one A slice.
         block_k: K block of the reduction.
-        element_bytes: size of one element of x.
+        element_bytes: size of one element of x, 2 or 4.
     """
-    block_n = _MIN_BLOCK_N
-    while block_n < min(rank, _MAX_BLOCK_N):
-        block_n *= 2
-    stages = 2
-
-    def tile_bytes() -> int:
-        return (_BLOCK_M + block_n) * block_k * element_bytes * stages
-
-    if tile_bytes() > _SHARED_MEMORY_BYTES:
-        stages = 1
-    while tile_bytes() > _SHARED_MEMORY_BYTES and block_n > _MIN_BLOCK_N:
-        block_n //= 2
-    return Launch(block_m=_BLOCK_M, block_n=block_n, num_warps=4, num_stages=stages)
+    if kind == "atomic":
+        return _VLLM if block_k * element_bytes <= 1024 else _VLLM_LARGE_BLOCK
+    return next(
+        launch
+        for size, ranks, blocks, launch in _FIXED_ORDER
+        if element_bytes == size and rank <= ranks and block_k <= blocks
+    )

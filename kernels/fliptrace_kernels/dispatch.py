@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fliptrace_kernels import vectorised
+from fliptrace_kernels import hand_over_counters, vectorised
 from fliptrace_kernels.arrival import ArrivalSchedule
 from fliptrace_kernels.errors import LaunchError, ReductionError, ShrinkInputError
 from fliptrace_kernels.reduction import Reduction, as_reduction
@@ -86,6 +86,8 @@ def lora_shrink(
                 device=x.device,
             )
         if reduction.kind == "local":
+            if mapping is not None:
+                mapping = mapping.contiguous()
             _local().shrink(x, a_slices, mapping, reduction.splits, float(scale), out)
         else:
             _triton_shrink().shrink(x, a_slices, mapping, reduction, scale, out)
@@ -156,6 +158,28 @@ def launch_configuration(
         "fp_contraction": "none: elementwise operations",
         "triton": None,
     }
+
+
+def prepare(device: torch.device | str, *, counters: int | None = None) -> None:
+    """Zero now what shrinks captured in CUDA graphs on `device` will need; waits for the device.
+
+    A capture cannot do it: its zeroing would be repeated by each replay. One call outside of a
+    capture does the same, so this is for programs whose first shrink is captured, or whose capture
+    was refused for a lack of counters. On a CPU there is nothing to do.
+
+    Args:
+        device: where the shrinks will run.
+        counters: how many counters captures will take: tiles * slices * adapters, summed over
+            their launches of `deterministic`. None means about a million.
+
+    Raises:
+        ShrinkInputError: if the device is neither a CPU nor a CUDA device.
+        LaunchError: if the current stream is being captured.
+    """
+    device = torch.device(device)
+    _check_kinds(torch.float32, device)
+    if device.type == "cuda":
+        hand_over_counters.prepare(device, counters or hand_over_counters.RESERVE)
 
 
 def _check(x: Tensor, a_slices: Sequence[Tensor], mapping: Tensor | None) -> None:

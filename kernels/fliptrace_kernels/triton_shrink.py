@@ -1,13 +1,14 @@
-"""Start the Triton kernels and keep the buffers they hand partials over in.
+"""Start the Triton kernels.
 
 This module is imported on first use only, because Triton is not on every machine. Tiles, warps
-and stages come from a table and depend on rank, K block and dtype alone.
+and stages come from a table and depend on the reduction, the rank and the dtype alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
@@ -15,16 +16,19 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from fliptrace_kernels import hand_over_counters
 from fliptrace_kernels.configurations import Launch, launch_for
 from fliptrace_kernels.errors import LaunchError
 from fliptrace_kernels.reduction import Reduction
-from fliptrace_kernels.triton_kernels import (
-    lora_shrink_atomic,
-    lora_shrink_deterministic,
-    lora_shrink_unsplit,
-)
+from fliptrace_kernels.triton_hand_over import lora_shrink_deterministic
+from fliptrace_kernels.triton_kernels import lora_shrink_atomic, lora_shrink_unsplit
+from fliptrace_kernels.triton_two_launches import lora_shrink_add_partials, lora_shrink_partials
 
 SLICES_PER_LAUNCH: Final = 3  # q, k and v
+
+_MAX_GRID: Final = ((1 << 31) - 1, (1 << 16) - 1)
+
+Grid = tuple[int, int, int]
 
 
 def shrink(
@@ -34,13 +38,28 @@ def shrink(
     reduction: Reduction,
     scale: float,
     out: Tensor,
+    *,
+    launch_counter: Tensor | None = None,
+    launch: Launch | None = None,
 ) -> None:
-    """Run one shrink on the device of x into out; arguments as `lora_shrink` has checked them.
+    """Run one shrink on the current stream of x's device.
+
+    Args:
+        x: as `lora_shrink` has checked it; so are the others.
+        a_slices: more than three are run in several launches.
+        mapping: adapter of each row, or None.
+        reduction: any kind but `local` and `vllm`.
+        scale: factor, applied where the reduction says.
+        out: [slices, M, R], FP32, any strides; every element is written.
+        launch_counter: one int64 on the device, raised by 1 by each launch: proof that it ran.
+            The second launch of `tree` is not counted. None compiles the counting away.
+        launch: launch numbers to use instead of the table's, for measuring them.
 
     Raises:
-        LaunchError: if a tile does not fit this device.
+        LaunchError: if a tile does not fit this device, there are too many tiles or adapters, or a
+            capture finds too few counters (see `hand_over_counters`).
     """
-    out.copy_(_shrink(x, a_slices, mapping, reduction, scale, None))
+    _run(x, a_slices, mapping, reduction, scale, out, None, launch_counter, launch)
 
 
 def shrink_with_partials(
@@ -50,13 +69,13 @@ def shrink_with_partials(
     reduction: Reduction,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run one `deterministic` shrink and keep the partials it added.
+    """Run one shrink and keep the partials it added.
 
     Args:
         x: as for `shrink`.
         a_slices: as for `shrink`, at most three.
         mapping: as for `shrink`.
-        reduction: `deterministic` with at least two splits.
+        reduction: `deterministic` or `tree` with at least two splits.
         scale: as for `shrink`.
 
     Returns:
@@ -64,21 +83,38 @@ def shrink_with_partials(
         rows without an adapter are NaN.
 
     Raises:
-        LaunchError: if the call has no such partials, or a tile does not fit this device.
+        LaunchError: if the call has no such partials, or as for `shrink`.
     """
-    if reduction.kind != "deterministic" or reduction.splits == 1:
-        raise LaunchError(f"only deterministic reductions store partials; got {reduction}")
+    if reduction.kind not in ("deterministic", "tree") or reduction.splits == 1:
+        raise LaunchError(f"only deterministic and tree store partials; got {reduction}")
     if len(a_slices) > SLICES_PER_LAUNCH:
         raise LaunchError(
             f"partials are kept for at most {SLICES_PER_LAUNCH} slices; got {len(a_slices)}"
         )
+    shape = (len(a_slices), x.shape[0], a_slices[0].shape[-2])
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
     kept = torch.full(
-        (reduction.splits, len(a_slices), x.shape[0], a_slices[0].shape[-2]),
-        float("nan"),
-        dtype=torch.float32,
-        device=x.device,
+        (reduction.splits, *shape), float("nan"), dtype=torch.float32, device=x.device
     )
-    return _shrink(x, a_slices, mapping, reduction, scale, kept), kept
+    _run(x, a_slices, mapping, reduction, scale, out, kept, None, None)
+    return out, kept
+
+
+def shrink_in_two_launches(
+    x: Tensor,
+    a_slices: Sequence[Tensor],
+    mapping: Tensor | None,
+    reduction: Reduction,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Run `deterministic` in two launches, the second of which adds: an oracle for its hand-over.
+
+    Arguments and errors as for `shrink`; the bits must be the same.
+    """
+    if reduction.kind != "deterministic" or reduction.splits == 1:
+        raise LaunchError(f"two launches need deterministic with 2 splits or more; got {reduction}")
+    _run(x, a_slices, mapping, reduction, scale, out, None, None, None, two_launches=True)
 
 
 def describe_launch(
@@ -90,21 +126,22 @@ def describe_launch(
     """Return what `shrink` launches for these shapes, as JSON values; one grid per launch."""
     rank = a_shapes[0][-2]
     adapters = a_shapes[0][0] if len(a_shapes[0]) == 3 else 1
-    launch = launch_for(rank=rank, block_k=reduction.block_k, element_bytes=dtype.itemsize)
-    kernel = _KERNELS[_kernel_kind(reduction)]
+    launch = launch_for(
+        kind=_kind(reduction), rank=rank, block_k=reduction.block_k, element_bytes=dtype.itemsize
+    )
     grids = [
         list(_grid(x_shape[0], rank, slices, adapters, reduction.splits, launch))
         for slices in _slices_per_launch(len(a_shapes))
     ]
+    numbers = asdict(launch)
     return {
         "implementation": "triton",
-        "kernel": kernel.fn.__name__,
+        "kernel": _KERNELS[_kind(reduction)].fn.__name__,
         "grid": grids if x_shape[0] else [],
-        "block_m": launch.block_m,
-        "block_n": launch.block_n,
+        "block_m": numbers.pop("block_m"),
+        "block_n": numbers.pop("block_n"),
         "block_k": reduction.block_k,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
+        **numbers,
         "fp_contraction": "off (enable_fp_fusion=False)",
         "triton": triton.__version__,
     }
@@ -114,10 +151,11 @@ _KERNELS: Final[dict[str, Any]] = {
     "unsplit": lora_shrink_unsplit,
     "atomic": lora_shrink_atomic,
     "deterministic": lora_shrink_deterministic,
+    "tree": lora_shrink_partials,
 }
 
 
-def _kernel_kind(reduction: Reduction) -> str:
+def _kind(reduction: Reduction) -> str:
     return "unsplit" if reduction.splits == 1 else reduction.kind
 
 
@@ -125,81 +163,147 @@ def _slices_per_launch(slices: int) -> list[int]:
     return [min(SLICES_PER_LAUNCH, slices - i) for i in range(0, slices, SLICES_PER_LAUNCH)]
 
 
-def _grid(
-    rows: int, rank: int, slices: int, adapters: int, splits: int, launch: Launch
-) -> tuple[int, int, int]:
+def _grid(rows: int, rank: int, slices: int, adapters: int, splits: int, launch: Launch) -> Grid:
     tiles = -(-rows // launch.block_m) * -(-rank // launch.block_n)
-    return tiles * splits, slices, adapters
+    return tiles * splits * slices, adapters, 1
 
 
-def _shrink(
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """The A slices of one launch, all with the same strides."""
+
+    slices: list[Tensor]
+    adapters: int
+    adapter_stride: int
+    rank_stride: int
+
+    @classmethod
+    def of(cls, a_slices: Sequence[Tensor]) -> _Weights:
+        strides = a_slices[0].stride()
+        if any(a.stride() != strides for a in a_slices) or (
+            strides[-1] != 1 and a_slices[0].shape[-1] > 1
+        ):
+            a_slices = [a.contiguous() for a in a_slices]
+            strides = a_slices[0].stride()
+        several = a_slices[0].ndim == 3
+        adapters = a_slices[0].shape[0] if several else 1
+        return cls(list(a_slices), adapters, strides[0] if several else 0, strides[-2])
+
+
+def _run(
     x: Tensor,
     a_slices: Sequence[Tensor],
     mapping: Tensor | None,
     reduction: Reduction,
     scale: float,
+    out: Tensor,
     kept: Tensor | None,
-) -> Tensor:
+    launch_counter: Tensor | None,
+    launch: Launch | None,
+    *,
+    two_launches: bool = False,
+) -> None:
     rows, size = x.shape
-    first = a_slices[0]
-    rank = first.shape[-2]
-    adapters = first.shape[0] if first.ndim == 3 else 1
-    kind = _kernel_kind(reduction)
-    # Every element is stored unless partials are added to it or its row has no adapter.
-    make = torch.zeros if kind == "atomic" or mapping is not None else torch.empty
-    out = make((len(a_slices), rows, rank), dtype=torch.float32, device=x.device)
+    kernel = lora_shrink_partials if two_launches else _KERNELS[_kind(reduction)]
+    if kernel is lora_shrink_atomic:
+        out.zero_()
     if rows == 0:
-        return out
-    if x.stride(1) != 1:
+        return
+    if x.stride(1) != 1 and size > 1:
         x = x.contiguous()
-    launch = launch_for(rank=rank, block_k=reduction.block_k, element_bytes=x.element_size())
-    constants = {
-        "HAS_MAPPING": mapping is not None,
-        "EVEN_K": size % reduction.block_k == 0,
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "BLOCK_K": reduction.block_k,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        "enable_fp_fusion": False,
-    }
-    if kind != "unsplit":
-        constants["SPLITS"] = reduction.splits
+    if mapping is not None:
+        mapping = mapping.contiguous()
+    rank = a_slices[0].shape[-2]
+    if launch is None:
+        launch = launch_for(
+            kind=_kind(reduction),
+            rank=rank,
+            block_k=reduction.block_k,
+            element_bytes=x.element_size(),
+        )
     for start in range(0, len(a_slices), SLICES_PER_LAUNCH):
-        weights = [a.contiguous() for a in a_slices[start : start + SLICES_PER_LAUNCH]]
-        grid = _grid(rows, rank, len(weights), adapters, reduction.splits, launch)
-        arguments = [
+        weights = _Weights.of(a_slices[start : start + SLICES_PER_LAUNCH])
+        slices = len(weights.slices)
+        grid = _grid(rows, rank, slices, weights.adapters, reduction.splits, launch)
+        _check_grid(grid)
+        target = out[start : start + slices]
+        shared_constants = {
+            "HAS_MAPPING": mapping is not None,
+            "SPLITS": reduction.splits,
+            "SLICES": slices,
+            "TILES_N": -(-rank // launch.block_n),
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "num_warps": launch.num_warps,
+            "enable_fp_fusion": False,
+        }
+        sum_constants = shared_constants | {
+            "ONE_ADAPTER": weights.adapters == 1,
+            "COUNT_LAUNCHES": launch_counter is not None,
+            "EVEN_K": size % reduction.block_k == 0,
+            "BLOCK_K": reduction.block_k,
+            "X_EVICTION": launch.x_eviction,
+            "A_EVICTION": launch.a_eviction,
+            "num_stages": launch.num_stages,
+        }
+        # By the rank, not by whether M * R happens to be a multiple of 16.
+        aligned = {"OUT_ALIGNED": rank % 16 == 0 and target.stride(0) % 16 == 0}
+        operands = [
             x,
-            *weights,
-            *weights[:1] * (SLICES_PER_LAUNCH - len(weights)),
+            *weights.slices,
+            *weights.slices[:1] * (SLICES_PER_LAUNCH - slices),
             x if mapping is None else mapping,
+            x if launch_counter is None else launch_counter,
             rows,
             size,
             rank,
-            size if rows == 1 else x.stride(0),
-            adapters,
-            float(scale),
         ]
-        target = out[start:] if start else out
+        # One row has no stride of its own; a fixed number keeps it from choosing another binary.
+        strides = [size if rows == 1 else x.stride(0), weights.adapter_stride, weights.rank_stride]
+        ending = [weights.adapters, float(scale)]
         with _device_of(x):
-            if kind == "deterministic":
-                with _hand_over(x.device, grid, target, reduction.splits, kept) as buffers:
-                    _start(_KERNELS[kind], grid, [target, *buffers, *arguments], constants)
-            else:
-                _start(_KERNELS[kind], grid, [target, *arguments], constants)
-    return out
+            if kernel in (lora_shrink_unsplit, lora_shrink_atomic):
+                arguments = [target, *operands, *target.stride(), *strides, *ending]
+                _start(kernel, grid, arguments, sum_constants | aligned)
+                continue
+            scratch = kept
+            if scratch is None:
+                scratch = torch.empty(
+                    reduction.splits * slices * rows * rank, dtype=torch.float32, device=x.device
+                )
+            if kernel is lora_shrink_deterministic:
+                with hand_over_counters.lend(
+                    x.device, grid[0] // reduction.splits * grid[1]
+                ) as counters:
+                    buffers = [target, scratch, counters]
+                    arguments = [*buffers, *operands, *target.stride(), *strides, *ending]
+                    _start(kernel, grid, arguments, sum_constants | aligned)
+                continue
+            _start(kernel, grid, [scratch, *operands, *strides, weights.adapters], sum_constants)
+            _start(
+                lora_shrink_add_partials,
+                (grid[0] // reduction.splits, 1, 1),
+                [target, scratch, operands[4], rows, rank, *target.stride(), float(scale)],
+                shared_constants | aligned | {"TREE": reduction.kind == "tree"},
+            )
 
 
-def _start(
-    kernel: Any, grid: tuple[int, int, int], arguments: list[Any], constants: dict[str, Any]
-) -> None:
+def _check_grid(grid: Grid) -> None:
+    if any(size > limit for size, limit in zip(grid, _MAX_GRID, strict=False)):
+        raise LaunchError(
+            f"a launch has at most {_MAX_GRID[0]} blocks per adapter and {_MAX_GRID[1]} adapters; "
+            f"this call needs {grid[0]} and {grid[1]}. Split its rows or its adapters"
+        )
+
+
+def _start(kernel: Any, grid: Grid, arguments: list[Any], constants: dict[str, Any]) -> None:
     launcher: Callable[..., object] = kernel[grid]
     try:
         launcher(*arguments, **constants)
     except OutOfResources as error:
         raise LaunchError(
             f"a tile of {kernel.fn.__name__} must fit this device; {error} "
-            f"Use a smaller K block than {constants['BLOCK_K']}"
+            f"Use a smaller K block than {constants.get('BLOCK_K')}"
         ) from error
 
 
@@ -207,43 +311,3 @@ def _device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
-
-
-_buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-"""Scratch (FP32) and counters (int32, all 0 between launches) per device index and stream."""
-
-
-@contextlib.contextmanager
-def _hand_over(
-    device: torch.device,
-    grid: tuple[int, int, int],
-    out: Tensor,
-    splits: int,
-    kept: Tensor | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Lend scratch and zeroed counters to one launch of `lora_shrink_deterministic`.
-
-    Launches on one stream follow one another, so they share buffers. A captured launch may be
-    replayed next to anything, so it owns its buffers, which the capture zeroes. If the launch
-    does not start, its buffers are dropped: the next call begins with fresh ones.
-    """
-    scratch_size = splits * grid[1] * out.shape[1] * out.shape[2]
-    counters_size = grid[0] // splits * grid[1] * grid[2]
-    if kept is not None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        scratch = kept
-        if scratch is None:
-            scratch = torch.empty(scratch_size, dtype=torch.float32, device=device)
-        yield scratch, torch.zeros(counters_size, dtype=torch.int32, device=device)
-        return
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    found = _buffers.get(key)
-    if found is None or found[0].numel() < scratch_size or found[1].numel() < counters_size:
-        found = _buffers[key] = (
-            torch.empty(scratch_size, dtype=torch.float32, device=device),
-            torch.zeros(max(counters_size, 1024), dtype=torch.int32, device=device),
-        )
-    try:
-        yield found
-    except BaseException:
-        _buffers.pop(key, None)
-        raise

@@ -17,6 +17,7 @@ from fliptrace_kernels import (
     ShrinkInputError,
     launch_configuration,
     lora_shrink,
+    prepare,
     vectorised,
 )
 
@@ -42,6 +43,7 @@ def test_exported_names():
         "lora_shrink",
         "parse_reduction",
         "partials",
+        "prepare",
     ]
     assert all(hasattr(fliptrace_kernels, name) for name in fliptrace_kernels.__all__)
 
@@ -276,3 +278,10 @@ def test_cuda_without_triton_is_an_error():
     else:
         found = launch_configuration([1, 576], [[16, 576]], torch.bfloat16, "cuda", "unsplit")
         assert found["kernel"] == "lora_shrink_unsplit"
+
+
+def test_prepare_on_cpu():
+    """On a CPU there is nothing to prepare; other devices are refused."""
+    prepare("cpu")
+    with pytest.raises(ShrinkInputError, match="cpu or cuda"):
+        prepare("meta")

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fliptrace_kernels import Reduction, ReductionError, parse_reduction
-from fliptrace_kernels.configurations import DEFAULT_BLOCK_K, launch_for
 
 
 @pytest.mark.parametrize(
@@ -159,14 +158,3 @@ def test_sentences_differ():
     assert "tree of neighbours" in parse_reduction("tree:8").describe()
     assert "each 4 consecutive" in parse_reduction("local").describe()
     assert "depends on how many rows" in parse_reduction("atomic:vllm").describe()
-
-
-def test_launches_fit_shared_memory():
-    """Every rank, block and dtype has a launch within the table's shared memory."""
-    for rank in (1, 8, 16, 64, 512):
-        for block_k in (16, 32, 256, 512):
-            for size in (2, 4):
-                launch = launch_for(rank=rank, block_k=block_k, element_bytes=size)
-                tile = (launch.block_m + launch.block_n) * block_k * size * launch.num_stages
-                assert tile <= 96 * 1024
-    assert set(DEFAULT_BLOCK_K) == {"atomic", "deterministic", "local", "tree", "unsplit"}

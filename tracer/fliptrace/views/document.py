@@ -13,13 +13,19 @@ from fliptrace.views.wording import trace_name
 if TYPE_CHECKING:
     from fliptrace.trace import Trace
     from fliptrace.verdicts import PairDiff
+    from fliptrace.views.interventions import InterventionReport
 
 #: The version of report.json's meaning.
 SCHEMA_VERSION = 1
 
 
 def report_json(
-    diff: PairDiff, reference: Trace, candidate: Trace, *, command: str | None = None
+    diff: PairDiff,
+    reference: Trace,
+    candidate: Trace,
+    *,
+    command: str | None = None,
+    interventions: InterventionReport | None = None,
 ) -> dict[str, Any]:
     """Return the report as plain JSON values, the verdict first.
 
@@ -30,11 +36,12 @@ def report_json(
         reference: the reference's trace.
         candidate: the same of the candidate.
         command: how to repeat the run, if known.
+        interventions: what was substituted and what came of it, None where nothing was.
 
     Returns:
         A document that validates against report_schema().
     """
-    story = tell_story(diff, reference, candidate)
+    story = tell_story(diff, reference, candidate, interventions)
     return {
         "verdict": {"outcome": diff.outcome.value, "sentence": story.verdict},
         "schema_version": SCHEMA_VERSION,
@@ -48,6 +55,7 @@ def report_json(
             "candidate": _execution(candidate),
         },
         "command": command,
+        "interventions": interventions.to_json() if interventions is not None else None,
     }
 
 

@@ -7,6 +7,7 @@ compact arrays in a JSON element, drawn by the one embedded copy of plotly.js. N
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,14 @@ from fliptrace.views import heatmap, palette, templating, wording
 from fliptrace.views.boundary import boundary_figure
 from fliptrace.views.document import SCHEMA_VERSION
 from fliptrace.views.escaping import quoted, shown, visible
+from fliptrace.views.interventions_page import figures, section
+from fliptrace.views.interventions_words import gaps as interventions_gaps
+from fliptrace.views.interventions_words import gist as interventions_gist
 from fliptrace.views.keys_values import cache_gist, cache_states
 from fliptrace.views.margin import margin_figure
 from fliptrace.views.origin import started_elsewhere, started_in_shrink
 from fliptrace.views.pooling import Array, Cells, pool
-from fliptrace.views.story import tell_story
+from fliptrace.views.story import Passage, tell_story
 from fliptrace.views.texts import pair_texts
 from fliptrace.views.wording import TokenNames, brief, exact
 
@@ -40,12 +44,13 @@ if TYPE_CHECKING:
         StepComparison,
         TokenLogit,
     )
+    from fliptrace.views.interventions import InterventionReport
 
 #: Rows of the root table; the rest is counted.
 ROOT_TABLE_ROWS = 200
 #: plotly bundles a map library that adds its own style unless an element with this id is there. A report has no maps.
 _STYLE_ID = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
-_LEAD = ("flip", "root", "cache", "propagation", "statistics")
+_LEAD = ("flip", "root", "interventions", "cache", "propagation", "statistics")
 _CLOSING = ("coverage", "doubts")
 
 
@@ -56,6 +61,7 @@ def render_report(
     *,
     title: str,
     command: str | None = None,
+    interventions: InterventionReport | None = None,
 ) -> str:
     """Return the report page of a pair.
 
@@ -65,11 +71,13 @@ def render_report(
         candidate: the same of the candidate.
         title: the page's title, any text.
         command: how to repeat the run, any text; None when it is not known.
+        interventions: what was substituted and what came of it; None leaves that section out.
 
     Returns:
         A complete HTML document, encodable in UTF-8, with no reference to anything outside it.
     """
-    story = tell_story(diff, reference, candidate)
+    story = tell_story(diff, reference, candidate, interventions)
+    dtype = wording.model_dtype(reference)
     tokens = TokenNames(reference)
     css, script = templating.asset("report.css"), templating.asset("report.js")
     plotly_script = _plotly()
@@ -92,8 +100,8 @@ def render_report(
             outcome=diff.outcome.name.lower(),
             verdict=story.verdict,
             ran=story.passage("ran"),
-            facts=_facts(diff, tokens),
-            lead=[part for part in story.passages if part.key in _LEAD],
+            facts=_facts(diff, tokens, interventions),
+            lead=[_led(part) for part in story.passages if part.key in _LEAD],
             closing=[part for part in story.passages if part.key in _CLOSING],
             identical=diff.outcome is Outcome.IDENTICAL,
             legend=[
@@ -104,9 +112,8 @@ def render_report(
             if diff.first_propagating or diff.first_surviving
             else "",
             phases=_phases(diff, cells),
-            boundary=_boundary_rows(coordinate, tokens, wording.model_dtype(reference))
-            if coordinate is not None
-            else None,
+            boundary=_boundary_rows(coordinate, tokens, dtype) if coordinate is not None else None,
+            interventions=section(interventions, dtype) if interventions is not None else None,
             steps=[_step(step, diff, caches[step.step]) for step in diff.steps],
             roots=[_root(row, tokens) for row in diff.roots[:ROOT_TABLE_ROWS]],
             surviving_root_rows=diff.surviving_root_rows,
@@ -122,10 +129,19 @@ def render_report(
             ],
             command=visible(command, keep_newlines=True) if command is not None else None,
             schema_version=SCHEMA_VERSION,
-            data=templating.embedded_json(_data(diff, cells, reference, coordinate)),
+            data=templating.embedded_json(
+                _data(diff, cells, reference, coordinate) | _cause_figures(interventions, dtype)
+            ),
         )
     )
     return page
+
+
+def _led(part: Passage) -> Passage:
+    """Cut the passage that has a section of its own to what a first screen needs."""
+    if part.key != "interventions":
+        return part
+    return dataclasses.replace(part, sentences=part.sentences[: part.leading])
 
 
 def _plotly() -> Markup:
@@ -148,8 +164,10 @@ def _first_coordinate(diff: PairDiff) -> CoordinateDifference | None:
     return None
 
 
-def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
-    """The four answers that a reader looks for first, each in a few words."""
+def _facts(
+    diff: PairDiff, tokens: TokenNames, interventions: InterventionReport | None
+) -> list[tuple[str, str]]:
+    """The answers that a reader looks for first, each in a few words; the last is what was not covered."""
     flip = diff.flip
     facts = [
         (
@@ -165,6 +183,9 @@ def _facts(diff: PairDiff, tokens: TokenNames) -> list[tuple[str, str]]:
     facts.append(("Where it started", started_elsewhere(diff) or shrink))
     facts.append(("Keys and values", cache_gist(diff)))
     gaps = len(diff.coverage.not_observed) + len(diff.coverage.missing)
+    if interventions is not None:
+        facts.append(("What was enough", interventions_gist(interventions)))
+        gaps += len(interventions_gaps(interventions))
     facts.append(
         (
             "What was not covered",
@@ -345,6 +366,11 @@ def _heatmap_data(diff: PairDiff, cells: Cells, phase: str, reference: Trace) ->
         "origins": _packed(cells.origins),
         "surviving": _packed(_smallest(cells.surviving)),
     }
+
+
+def _cause_figures(interventions: InterventionReport | None, dtype: str) -> dict[str, Any]:
+    drawn = figures(interventions, dtype) if interventions is not None else {}
+    return {name: _figure_json(figure) for name, figure in drawn.items()}
 
 
 def _figure_json(figure: go.Figure) -> dict[str, Any]:

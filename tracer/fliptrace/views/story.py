@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fliptrace.verdicts import Outcome
 from fliptrace.views import wording
 from fliptrace.views.escaping import quoted, said, stopped
+from fliptrace.views.interventions_words import gaps, gist, leading, story_sentences
 from fliptrace.views.keys_values import cache_gist, cache_sentences
 from fliptrace.views.origin import leading_count, root_sentences
 from fliptrace.views.ran import (
@@ -37,6 +38,7 @@ from fliptrace.views.wording import (
 if TYPE_CHECKING:
     from fliptrace.trace import Trace
     from fliptrace.verdicts import Flip, PairDiff, TokenLogit
+    from fliptrace.views.interventions import InterventionReport
 
 
 #: Gaps told one by one, before the rest is left to the JSON report.
@@ -48,7 +50,7 @@ class Passage:
     """One part of the story.
 
     Attributes:
-        key: ran, flip, root, cache, propagation, statistics, coverage or doubts.
+        key: ran, flip, root, interventions, cache, propagation, statistics, coverage or doubts.
         heading: for people.
         sentences: in order, each complete in itself.
         leading: how many of them, from the first on, belong on a first screen.
@@ -79,13 +81,19 @@ class Story:
         return next((passage for passage in self.passages if passage.key == key), None)
 
 
-def tell_story(diff: PairDiff, reference: Trace, candidate: Trace) -> Story:
-    """Tell what a comparison found.
+def tell_story(
+    diff: PairDiff,
+    reference: Trace,
+    candidate: Trace,
+    interventions: InterventionReport | None = None,
+) -> Story:
+    """Tell what a comparison found, and what substitutions proved.
 
     Args:
         diff: what was found.
         reference: the trace with the tokens' texts.
         candidate: the same of the candidate.
+        interventions: None where none were run.
 
     Returns:
         The verdict and its passages; passages without a sentence are left out.
@@ -99,16 +107,32 @@ def tell_story(diff: PairDiff, reference: Trace, candidate: Trace) -> Story:
         Passage("ran", "What ran", ran),
         Passage("flip", "The flip", _flip(diff), leading=3),
         Passage("root", "Where it started", root, leading=leading_count(diff)),
+        *_interventions(interventions),
         Passage("cache", "Keys and values", cache_sentences(diff), gist=cache_gist(diff)),
         Passage("propagation", "Where it went", _propagation(diff), gist=_path_gist(diff)),
         Passage("statistics", "How much differed", _statistics(diff, dtype)),
-        Passage("coverage", "What was compared, and what was not", _coverage(diff, search)),
-        Passage("doubts", "How far this goes", _doubts(diff, search, reference, candidate)),
+        Passage(
+            "coverage",
+            "What was compared, and what was not",
+            _coverage(diff, search, interventions),
+        ),
+        Passage(
+            "doubts",
+            "How far this goes",
+            _doubts(diff, search, reference, candidate, interventions),
+        ),
     )
     return Story(
         verdict=_verdict(diff, search, dtype),
         passages=tuple(passage for passage in passages if passage.sentences),
     )
+
+
+def _interventions(report: InterventionReport | None) -> tuple[Passage, ...]:
+    if report is None:
+        return ()
+    sentences = story_sentences(report)
+    return (Passage("interventions", "What was enough", sentences, leading(report), gist(report)),)
 
 
 def _verdict(diff: PairDiff, search: Search | None, dtype: str) -> str:
@@ -286,7 +310,9 @@ def _statistics(diff: PairDiff, dtype: str) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _coverage(diff: PairDiff, search: Search | None) -> tuple[str, ...]:
+def _coverage(
+    diff: PairDiff, search: Search | None, interventions: InterventionReport | None
+) -> tuple[str, ...]:
     coverage = diff.coverage
     sentences = [
         (
@@ -304,13 +330,19 @@ def _coverage(diff: PairDiff, search: Search | None) -> tuple[str, ...]:
         sentences.append(
             f"{count(len(coverage.missing) - _GAPS_TOLD, 'more gap')} in the JSON report."
         )
+    if interventions is not None:
+        sentences += [f"Interventions: {sentence}" for sentence in gaps(interventions)]
     if coverage.observer_control:
         sentences.append(f"Observer control: {stopped(coverage.observer_control)}")
     return tuple(sentences)
 
 
 def _doubts(
-    diff: PairDiff, search: Search | None, reference: Trace, candidate: Trace
+    diff: PairDiff,
+    search: Search | None,
+    reference: Trace,
+    candidate: Trace,
+    interventions: InterventionReport | None,
 ) -> tuple[str, ...]:
     sentences = []
     for name, trace in (("reference", reference), ("candidate", candidate)):
@@ -330,7 +362,7 @@ def _doubts(
     sentences.append(
         "This is one pair of runs: another pair may differ elsewhere, later or not at all."
     )
-    if diff.flip is not None:
+    if diff.flip is not None and interventions is None:
         sentences.append(
             "Where the first surviving difference entered is an observation. Whether it is "
             "sufficient to flip the token takes an intervention."

@@ -61,7 +61,7 @@ def pair_texts(diff: PairDiff, reference: Trace, candidate: Trace) -> PairTexts:
             pieces = closing.piece_texts
             parts.append(("".join(pieces[:step]), pieces[step], "".join(pieces[step + 1 :])))
     else:
-        length = _common_length(*full)
+        length = common_length(*full)
         parts = [(text[:length], text[length : length + 1], text[length + 1 :]) for text in full]
     continuations = tuple(
         Continuation(
@@ -78,7 +78,7 @@ def pair_texts(diff: PairDiff, reference: Trace, candidate: Trace) -> PairTexts:
     return PairTexts(prompt, visible(parts[0][0], keep_newlines=True), continuations, kept)
 
 
-def _common_length(reference: str, candidate: str) -> int:
+def common_length(reference: str, candidate: str) -> int:
     """Count the characters that two texts share at their start."""
     shorter = min(len(reference), len(candidate))
     return next((n for n in range(shorter) if reference[n] != candidate[n]), shorter)

@@ -234,12 +234,12 @@
     if (!element || !data[name]) return null;
     const figure = themed(data[name]);
     if (element.clientWidth < 620 && name === "margin") figure.layout.margin.l = 60;
-    const bar = element.clientWidth < 620 || name === "boundary" ? false : "hover";
+    const bar = element.clientWidth < 620 || name !== "margin" ? false : "hover";
     return Plotly.react(element, figure.data, figure.layout, { ...config, displayModeBar: bar });
   }
 
   function drawAll() {
-    const drawing = [drawOther("margin"), drawOther("boundary")];
+    const drawing = ["margin", "boundary", "cause-boundary", "cause-margins"].map(drawOther);
     if (heat) drawing.push(drawHeatmap());
     return Promise.all(drawing);
   }

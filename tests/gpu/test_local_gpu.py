@@ -322,18 +322,27 @@ x = torch.randn(5, 1040, device="cuda").bfloat16()
 a = torch.randn(16, 1040, device="cuda").bfloat16()
 out = torch.full((1, 5, 16), float("nan"), device="cuda")
 failures = []
-def work():
+def work(stream):
     try:
-        shrink(x, [a], None, 32, 1.0, out)
+        if stream is None:
+            shrink(x, [a], None, 32, 1.0, out)
+        else:
+            with torch.cuda.stream(stream):
+                shrink(x, [a], None, 32, 1.0, out)
+        assert torch.cuda.current_device() == 0
+        torch.zeros(3, device="cuda").sum().item()
     except BaseException as error:
         failures.append(error)
-for _ in range(2):
-    thread = threading.Thread(target=work)
+for stream in (None, None, torch.cuda.Stream()):
+    torch.cuda.synchronize()
+    out.fill_(float("nan"))
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=work, args=(stream,))
     thread.start()
     thread.join()
-torch.cuda.synchronize()
-assert not failures, failures
-assert not out.isnan().any()
+    torch.cuda.synchronize()
+    assert not failures, failures
+    assert not out.isnan().any()
 """
 
 

@@ -27,12 +27,14 @@ class Loaded:
 
     Attributes:
         function: its CUfunction.
+        context: the primary CUcontext of its device.
         threads: threads per block.
         shared_bytes: dynamic shared memory per block.
         kernel: its name.
     """
 
     function: Any
+    context: Any
     threads: int
     shared_bytes: int
     kernel: str
@@ -91,21 +93,13 @@ def start(
     slot = _slot
     LAYOUT.pack_into(slot.buffer, 0, *arguments)
     driver = _driver()
-    across, down, deep = grid
-    (error,) = driver.cuLaunchKernel(
-        kernel.function,
-        across,
-        down,
-        deep,
-        kernel.threads,
-        1,
-        1,
-        kernel.shared_bytes,
-        stream,
-        slot.address,
-        0,
-    )
-    if int(error):
+    launch = (kernel.function, *grid, kernel.threads, 1, 1, kernel.shared_bytes, stream)
+    (error,) = driver.cuLaunchKernel(*launch, slot.address, 0)
+    if error and error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        # A thread new to CUDA. Nothing was started, and a thread that captures is not new.
+        driver.cuCtxSetCurrent(kernel.context)
+        (error,) = driver.cuLaunchKernel(*launch, slot.address, 0)
+    if error:
         raise LaunchError(
             f"{kernel.kernel} must start with grid {grid}, {kernel.threads} threads and "
             f"{kernel.shared_bytes} bytes of shared memory; the driver answered {error!r}"
@@ -115,12 +109,14 @@ def start(
 def _load(variant: Variant, device: int) -> Loaded:
     driver = _driver()
     compiled = compile_for(variant, torch.cuda.get_device_capability(device))
-    # A thread that never called CUDA has no context yet; torch makes its own current here.
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device)  # a thread new to CUDA has no context yet
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     error, before = driver.cuThreadExchangeStreamCaptureMode(mode)
     _require(error, "relaxing the capture mode", variant)
     try:
+        context = _primary_context(device)
+        (error,) = driver.cuCtxSetCurrent(context)
+        _require(error, "entering the device's context", variant)
         error, module = driver.cuModuleLoadData(compiled.image)
         _require(error, f"loading code for {compiled.target}", variant)
         error, function = driver.cuModuleGetFunction(module, variant.kernel.encode())
@@ -133,14 +129,21 @@ def _load(variant: Variant, device: int) -> Loaded:
         _require(error, "loading the kernel", variant)
     finally:
         driver.cuThreadExchangeStreamCaptureMode(before)
-    return Loaded(
-        function, variant.arrangement.threads(variant.splits), shared_bytes, variant.kernel
-    )
+    threads = variant.arrangement.threads(variant.splits)
+    return Loaded(function, context, threads, shared_bytes, variant.kernel)
 
 
-def _require(error: Any, doing: str, variant: Variant) -> None:
+@cache
+def _primary_context(device: int) -> Any:
+    """Return the context that torch works in too; retained once and kept."""
+    error, context = _driver().cuDevicePrimaryCtxRetain(device)
+    _require(error, "taking the primary context", f"device {device}")
+    return context
+
+
+def _require(error: Any, doing: str, what: Variant | str) -> None:
     if int(error):
-        raise LaunchError(f"{doing} must succeed for {variant}; the driver answered {error!r}")
+        raise LaunchError(f"{doing} must succeed for {what}; the driver answered {error!r}")
 
 
 @cache

@@ -160,8 +160,8 @@ def measure_cell(
             running.append(_ready(variant, call, expected, stopwatch))
         except _FAILURES as error:
             _require_usable(variant, call.cell, error)
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            rows.append(Row(Key(machine, variant.name, variant.source, call.cell), (), reason))
+            key = Key(machine, variant.name, variant.source, call.cell)
+            rows.append(Row(key, (), _first_line(error)))
     for number in range(ROUNDS):
         for kernel in running if number % 2 == 0 else reversed(running):
             median, replays = stopwatch.time(kernel.graph, len(call.weights), call.x)
@@ -187,12 +187,21 @@ def _ready(variant: Variant, call: Call, expected: Tensor, stopwatch: Stopwatch)
     }
     best: tuple[float, Candidate, torch.cuda.CUDAGraph] | None = None
     times: dict[str, float] = {}
+    failures: dict[str, str] = {}
     candidates = variant.candidates(call)
     for candidate in candidates:
-        _check(candidate, call, expected)
-        if variant.name == two_launch.SAME_ORDER:
-            details["same_bits_as_two_launch"] = _same_bits_as_two_launch(candidate, call)
-        graph = stopwatch.capture(candidate.launch, calls)
+        try:
+            _check(candidate, call, expected)
+            if variant.name == two_launch.SAME_ORDER:
+                details["same_bits_as_two_launch"] = _same_bits_as_two_launch(candidate, call)
+            graph = stopwatch.capture(candidate.launch, calls)
+        except _FAILURES as error:
+            # A tiling that does not fit this GPU leaves the others to be tried.
+            if len(candidates) == 1:
+                raise
+            _require_usable(variant, call.cell, error)
+            failures[candidate.name] = _first_line(error)
+            continue
         # A single candidate is timed with the others of its cell; no need to know its time now.
         screened = stopwatch.screen(graph, calls, call.x) if len(candidates) > 1 else 0.0
         times[candidate.name] = screened
@@ -203,9 +212,9 @@ def _ready(variant: Variant, call: Call, expected: Tensor, stopwatch: Stopwatch)
         else:
             graph.reset()
     if best is None:
-        raise LaunchError(f"{variant.name} has no way to run {call.cell}")
+        raise LaunchError(f"{variant.name} has no way to run {call.cell}: {failures}")
     if len(candidates) > 1:
-        details |= {"candidates": times, "fastest": best[1].name}
+        details |= {"candidates": times, "fastest": best[1].name, "failures": failures}
     return _Running(variant, best[1], best[2], [], details)
 
 
@@ -252,11 +261,21 @@ def _launch_once(variant: Variant, cells: Sequence[Cell], *, compiled_here: bool
     pool = Pool(dict.fromkeys(cells, 1), "cuda")
     for cell in cells:
         try:
-            for candidate in variant.candidates(pool.call_for(cell)):
-                if candidate.compiled_here == compiled_here:
-                    candidate.launch(0)
+            candidates = variant.candidates(pool.call_for(cell))
         except _FAILURES as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problems.setdefault(text, f"{variant.name}, {cell}: {text}")
+            problems.setdefault(_first_line(error), f"{variant.name}, {cell}: {_first_line(error)}")
+            continue
+        for candidate in candidates:
+            if candidate.compiled_here != compiled_here:
+                continue
+            try:
+                candidate.launch(0)
+            except _FAILURES as error:
+                where = f"{variant.name} {candidate.name}, {cell}"
+                problems.setdefault(_first_line(error), f"{where}: {_first_line(error)}")
     torch.cuda.synchronize()
     return list(problems.values())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -65,6 +65,7 @@ class Workbench:
         allow_unrepeatable: bool = False,
         answer: Callable[[str], object] | None = None,
         expected_answer: object = None,
+        max_new_tokens: int | None = None,
     ) -> None:
         """Check that the pair and the engine belong together.
 
@@ -80,6 +81,8 @@ class Workbench:
                 an experiment whose repeats differ is void.
             answer: takes an answer out of a generated text; None: the final number, as GSM8K asks for it.
             expected_answer: what the answer should be; continuations then say whether it is correct.
+            max_new_tokens: at which length of the whole answer a free continuation ends at the latest; None: as
+                recorded.
 
         Raises:
             InputError: the traces are redacted, cut short or of another model, adapter, dtype or engine; nothing
@@ -89,8 +92,11 @@ class Workbench:
             raise InputError(f"a proof repeats every arm at least twice; got repeats={repeats}")
         if shams < 0 or seed < 0:
             raise InputError(f"shams and seed must not be negative; got {shams} and {seed}")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise InputError(f"max new tokens must be at least 1; got {max_new_tokens}")
         self.pair = pair
         self.engine = engine
+        self._max_new_tokens = max_new_tokens
         self.reference = RecordedExecution(pair.reference, engine, "reference")
         self.candidate = RecordedExecution(pair.candidate, engine, "candidate")
         self.target_step = self._choose_target(target)
@@ -261,7 +267,8 @@ class Workbench:
         else:
             own, donor = self._directed(recipient)
             plan = Plan(own, donor, self.target_step, self.target_step)
-        limit = plan.recipient.trace.manifest.get("decoding.max_new_tokens")
+        recorded_limit = plan.recipient.trace.manifest.get("decoding.max_new_tokens")
+        limit = self._max_new_tokens or recorded_limit
         settings = ArmSettings(
             free=True,
             to_end=True,

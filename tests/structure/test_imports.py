@@ -23,10 +23,15 @@ HOMES = {
     "plotly": {"fliptrace.views"},
     "pyarrow": {"fliptrace.store"},
     "ray": set(),
-    "rich": {"fliptrace.command_line", "fliptrace.views", "fliptrace_kernels.bench.command_line"},
+    "rich": {
+        "fliptrace.command_line",
+        "fliptrace.views",
+        "fliptrace_interventions.command_line",
+        "fliptrace_kernels.bench.command_line",
+    },
     "transformers": {"fliptrace.capture"},
     "triton": {"fliptrace_kernels"},
-    "typer": {"fliptrace.command_line", "fliptrace.views"},
+    "typer": {"fliptrace.command_line", "fliptrace.views", "fliptrace_interventions.command_line"},
     "vllm": {"fliptrace_kernels.bench.vllm_kernel", "fliptrace_kernels.vllm_plugin"},
     "xxhash": {"fliptrace.store"},
 }

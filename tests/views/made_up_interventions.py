@@ -25,7 +25,7 @@ from fliptrace.judgements import (
     TwoByTwo,
     Verdict,
 )
-from fliptrace.views.interventions import InterventionReport
+from fliptrace.views.interventions import ClaimResult, InterventionReport
 
 #: The tokens of the made-up pair in conftest.py at its flip.
 STEP, REFERENCE_TOKEN, CANDIDATE_TOKEN = 11, (211, ","), (311, ".")
@@ -247,7 +247,7 @@ def investigation(judgement=Judgement.SUFFICIENT, **changes):
 
 def report(judgement=Judgement.SUFFICIENT, **changes):
     """What a page is given: the whole story and one claim of one's own."""
-    own = verdict(Judgement.CHANGES, "tokens of step 3 := 7")
+    own = ClaimResult(verdict(Judgement.CHANGES, "tokens of step 3 := 7"))
     return InterventionReport(
         investigation(judgement, **changes), (own,), "trace-intervene pair --seed 0"
     )

@@ -123,6 +123,10 @@ class Engine(Protocol):
         """Return sentences, each one thing that this engine cannot see in this model."""
         ...
 
+    def shrink_weight(self, site: int) -> Tensor:
+        """Return a copy of A, [R, K], as the shrink at a site reads it."""
+        ...
+
     def text_of(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids, with the special tokens in it or without them."""
         ...

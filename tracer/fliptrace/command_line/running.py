@@ -35,6 +35,10 @@ _UsageError: Any = next(
 )
 
 
+class InterruptedWithResultsError(Exception):
+    """Raised by a command that was interrupted; the message says what was kept and how to go on."""
+
+
 def exit_code(outcome: Outcome, fail_on: str) -> int:
     """Return 1 when the outcome is one that ``--fail-on`` names, else 0."""
     return DIVERGED if outcome in LEVELS[fail_on] else IDENTICAL
@@ -73,6 +77,9 @@ def _code_of(command: Callable[..., Any], name: str, typed: list[str], debug: bo
     try:
         code = program.main(args=typed, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
+    except InterruptedWithResultsError as error:
+        fail(name, one_line(str(error)))
+        return INTERRUPTED
     except (typer.Abort, KeyboardInterrupt):
         fail(name, "interrupted; nothing was kept")
         return INTERRUPTED

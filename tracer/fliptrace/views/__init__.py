@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from fliptrace.views.document import SCHEMA_VERSION, report_json, report_schema
     from fliptrace.views.heatmap import heatmap_figure
     from fliptrace.views.index import IndexRow, render_index
+    from fliptrace.views.interventions import ClaimResult, InterventionReport
+    from fliptrace.views.interventions_figures import cause_figure
+    from fliptrace.views.interventions_notebook import edit_html, investigation_html, verdict_html
+    from fliptrace.views.interventions_terminal import (
+        plain_interventions,
+        terminal_interventions,
+    )
     from fliptrace.views.margin import margin_figure
     from fliptrace.views.notebook import pair_html, row_html, trace_html
     from fliptrace.views.page import render_report
@@ -21,14 +28,20 @@ if TYPE_CHECKING:
     from fliptrace.views.terminal import plain_summary, terminal_summary
 
 _HOMES = {
+    "ClaimResult": "interventions",
     "IndexRow": "index",
+    "InterventionReport": "interventions",
     "Passage": "story",
     "SCHEMA_VERSION": "document",
     "Story": "story",
     "boundary_figure": "boundary",
+    "cause_figure": "interventions_figures",
+    "edit_html": "interventions_notebook",
     "heatmap_figure": "heatmap",
+    "investigation_html": "interventions_notebook",
     "margin_figure": "margin",
     "pair_html": "notebook",
+    "plain_interventions": "interventions_terminal",
     "plain_summary": "terminal",
     "render_index": "index",
     "render_report": "page",
@@ -36,19 +49,27 @@ _HOMES = {
     "report_schema": "document",
     "row_html": "notebook",
     "tell_story": "story",
+    "terminal_interventions": "interventions_terminal",
     "terminal_summary": "terminal",
     "trace_html": "notebook",
+    "verdict_html": "interventions_notebook",
 }
 
 __all__ = [
     "SCHEMA_VERSION",
+    "ClaimResult",
     "IndexRow",
+    "InterventionReport",
     "Passage",
     "Story",
     "boundary_figure",
+    "cause_figure",
+    "edit_html",
     "heatmap_figure",
+    "investigation_html",
     "margin_figure",
     "pair_html",
+    "plain_interventions",
     "plain_summary",
     "render_index",
     "render_report",
@@ -56,8 +77,10 @@ __all__ = [
     "report_schema",
     "row_html",
     "tell_story",
+    "terminal_interventions",
     "terminal_summary",
     "trace_html",
+    "verdict_html",
 ]
 
 

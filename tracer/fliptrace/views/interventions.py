@@ -29,6 +29,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimResult(Value):
+    """A claim that a person asked for.
+
+    Attributes:
+        verdict: its proof.
+        continuations: free arms to the end of the answer, where they were run.
+    """
+
+    verdict: Verdict
+    continuations: tuple[Arm, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class InterventionReport(Value):
     """What trace-intervene adds to a pair's report.
 
@@ -39,13 +52,13 @@ class InterventionReport(Value):
     """
 
     investigation: Investigation | None
-    claims: tuple[Verdict, ...] = ()
+    claims: tuple[ClaimResult, ...] = ()
     command: str | None = None
 
     @property
     def judgement(self) -> Judgement:
         """The best that was found: sufficient before all others; then void, changes, not sufficient, not applicable."""
-        found = [verdict.judgement for verdict in self.claims]
+        found = [claim.verdict.judgement for claim in self.claims]
         if self.investigation is not None:
             found.append(self.investigation.judgement)
         order = (
@@ -189,11 +202,13 @@ class ClaimEntry:
         kind: ``cache``, ``coordinate``, ``root``, ``set`` or ``given``.
         heading: what kind of cause was tried.
         verdict: the claim with its evidence.
+        continuations: free arms to the end of the answer, where the claim has its own.
     """
 
     kind: str
     heading: str
     verdict: Verdict
+    continuations: tuple[Arm, ...] = ()
 
     @property
     def claim(self) -> str:
@@ -226,8 +241,8 @@ def _claims(report: InterventionReport) -> Iterator[ClaimEntry]:
                 yield ClaimEntry("root", "A root row", root.verdict)
         if found.minimal_set is not None and found.minimal_set.verdict is not None:
             yield ClaimEntry("set", "The minimal set", found.minimal_set.verdict)
-    for verdict in report.claims:
-        yield ClaimEntry("given", "A claim of one's own", verdict)
+    for claim in report.claims:
+        yield ClaimEntry("given", "A claim of one's own", claim.verdict, claim.continuations)
 
 
 @dataclass(frozen=True, slots=True)

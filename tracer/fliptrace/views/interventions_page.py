@@ -129,8 +129,11 @@ def _claim(entry: ClaimEntry) -> dict[str, Any]:
         "judgement": judged(verdict.judgement),
         "judgement_kind": verdict.judgement.name.lower(),
         "sentence": words.claim_sentence(verdict),
-        "reasons": [stopped(reason) for reason in verdict.reasons],
+        # Every direction tells its own reasons.
+        "reasons": [] if verdict.directions else [stopped(reason) for reason in verdict.reasons],
         "directions": [_direction(result) for result in verdict.directions],
+        "texts": continuation_texts(entry.continuations),
+        "answer_sentence": words.answer_sentence(entry.continuations),
         "edits": visible(json.dumps({"edits": list(verdict.edits)}, ensure_ascii=True)),
         "setting": f"Continued under {visible(verdict.reduction)}"
         + ("" if verdict.repeatable_by_construction else ", not repeatable by construction")

@@ -120,10 +120,12 @@ def _arms(report: InterventionReport) -> list[_Line]:
             _Line(line, "bold")
             for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
         ]
-        for reason in _some(entry.verdict.reasons):
-            lines += _wrapped([reason], "    ")
+        if not entry.verdict.directions:
+            lines += _wrapped(_some(entry.verdict.reasons), "    ")
         for result in entry.verdict.directions:
             lines += _direction(result)
+        answers = words.answer_sentence(entry.continuations)
+        lines += _wrapped([answers], "    ") if answers else []
     return lines
 
 
@@ -153,8 +155,8 @@ def _direction(result: DirectionResult) -> list[_Line]:
         )
         if row.ended:
             lines += _wrapped([row.ended], "        ")
-    for reason in _some(result.reasons):
-        lines += _wrapped([reason], "      ")
+    if result.judgement not in (Judgement.SUFFICIENT, Judgement.NOT_SUFFICIENT):
+        lines += _wrapped(_some(result.reasons), "      ")
     return lines
 
 

@@ -37,7 +37,7 @@ def headline(report: InterventionReport) -> str:
     """The verdict in one or two plain sentences."""
     if report.investigation is not None:
         return stopped(report.investigation.sentence)
-    return " ".join(claim_sentence(verdict) for verdict in report.claims)
+    return " ".join(claim_sentence(claim.verdict) for claim in report.claims)
 
 
 def gist(report: InterventionReport) -> str:
@@ -51,8 +51,8 @@ def gist(report: InterventionReport) -> str:
         if found.minimal_set is not None:
             return f"{count(len(found.minimal_set.edits), 'edit')} together"
         return "the cache before the flip"
-    claims = [claim for claim in report.claims if claim.judgement is Judgement.SUFFICIENT]
-    return said(claims[0].claim)
+    verdicts = [claim.verdict for claim in report.claims]
+    return next(said(v.claim) for v in verdicts if v.judgement is Judgement.SUFFICIENT)
 
 
 _NOTHING_FOUND = {
@@ -72,7 +72,10 @@ def story_sentences(report: InterventionReport) -> tuple[str, ...]:
     sentences = [headline(report)]
     if report.investigation is not None:
         sentences += _investigation(report.investigation)
-        sentences += [claim_sentence(verdict) for verdict in report.claims]
+        sentences += [claim_sentence(claim.verdict) for claim in report.claims]
+    for claim in report.claims:
+        answers = answer_sentence(claim.continuations)
+        sentences += [answers] if answers else []
     return (*sentences, CAVEAT)
 
 

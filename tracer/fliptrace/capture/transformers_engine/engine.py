@@ -131,6 +131,10 @@ class TransformersEngine:
         """Say which adapted parts have no shrink that could be recorded."""
         return tuple(self._not_observed)
 
+    def shrink_weight(self, site: int) -> Tensor:
+        """Return a copy of A, [R, K], as the shrink at a site reads it."""
+        return self._shrinks[site].weight.detach().clone()
+
     def text_of(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Decode with the model's tokenizer."""
         text: str = self.loaded.tokenizer.decode(list(token_ids), skip_special_tokens=not special)

@@ -26,6 +26,9 @@ from fliptrace_kernels.triton_two_launches import lora_shrink_add_partials, lora
 
 SLICES_PER_LAUNCH: Final = 3  # q, k and v
 
+_ADDING: Final = Launch(16, 16, 4, 1)
+"""Launch of the second kernel of `tree`: a tile of it holds S partials in registers."""
+
 _MAX_GRID: Final = ((1 << 31) - 1, (1 << 16) - 1)
 
 Grid = tuple[int, int, int]
@@ -227,20 +230,11 @@ def _run(
         grid = _grid(rows, rank, slices, weights.adapters, reduction.splits, launch)
         _check_grid(grid)
         target = out[start : start + slices]
-        shared_constants = {
-            "HAS_MAPPING": mapping is not None,
-            "SPLITS": reduction.splits,
-            "SLICES": slices,
-            "TILES_N": -(-rank // launch.block_n),
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
-            "num_warps": launch.num_warps,
-            "enable_fp_fusion": False,
-        }
-        sum_constants = shared_constants | {
+        constants = _tile_constants(launch, rank, slices, mapping) | {
             "ONE_ADAPTER": weights.adapters == 1,
             "COUNT_LAUNCHES": launch_counter is not None,
             "EVEN_K": size % reduction.block_k == 0,
+            "SPLITS": reduction.splits,
             "BLOCK_K": reduction.block_k,
             "X_EVICTION": launch.x_eviction,
             "A_EVICTION": launch.a_eviction,
@@ -248,11 +242,13 @@ def _run(
         }
         # By the rank, not by whether M * R happens to be a multiple of 16.
         aligned = {"OUT_ALIGNED": rank % 16 == 0 and target.stride(0) % 16 == 0}
+        # What a kernel is told not to look at still has to be some tensor.
+        adapter_of_row = x if mapping is None else mapping
         operands = [
             x,
             *weights.slices,
             *weights.slices[:1] * (SLICES_PER_LAUNCH - slices),
-            x if mapping is None else mapping,
+            adapter_of_row,
             x if launch_counter is None else launch_counter,
             rows,
             size,
@@ -260,32 +256,44 @@ def _run(
         ]
         # One row has no stride of its own; a fixed number keeps it from choosing another binary.
         strides = [size if rows == 1 else x.stride(0), weights.adapter_stride, weights.rank_stride]
-        ending = [weights.adapters, float(scale)]
+        ending = [*target.stride(), *strides, weights.adapters, float(scale)]
         with _device_of(x):
             if kernel in (lora_shrink_unsplit, lora_shrink_atomic):
-                arguments = [target, *operands, *target.stride(), *strides, *ending]
-                _start(kernel, grid, arguments, sum_constants | aligned)
+                _start(kernel, grid, [target, *operands, *ending], constants | aligned)
                 continue
             scratch = kept
             if scratch is None:
-                scratch = torch.empty(
-                    reduction.splits * slices * rows * rank, dtype=torch.float32, device=x.device
-                )
+                shape = (reduction.splits, slices, rows, rank)
+                scratch = torch.empty(shape, dtype=torch.float32, device=x.device)
             if kernel is lora_shrink_deterministic:
-                with hand_over_counters.lend(
-                    x.device, grid[0] // reduction.splits * grid[1]
-                ) as counters:
+                tiles = grid[0] // reduction.splits * weights.adapters
+                with hand_over_counters.lend(x.device, tiles) as counters:
                     buffers = [target, scratch, counters]
-                    arguments = [*buffers, *operands, *target.stride(), *strides, *ending]
-                    _start(kernel, grid, arguments, sum_constants | aligned)
+                    _start(kernel, grid, [*buffers, *operands, *ending], constants | aligned)
                 continue
-            _start(kernel, grid, [scratch, *operands, *strides, weights.adapters], sum_constants)
+            _start(kernel, grid, [scratch, *operands, *strides, weights.adapters], constants)
             _start(
                 lora_shrink_add_partials,
-                (grid[0] // reduction.splits, 1, 1),
-                [target, scratch, operands[4], rows, rank, *target.stride(), float(scale)],
-                shared_constants | aligned | {"TREE": reduction.kind == "tree"},
+                _grid(rows, rank, slices, 1, 1, _ADDING),
+                [target, scratch, adapter_of_row, rows, rank, *target.stride(), float(scale)],
+                _tile_constants(_ADDING, rank, slices, mapping)
+                | aligned
+                | {"SPLITS": reduction.splits, "TREE": reduction.kind == "tree"},
             )
+
+
+def _tile_constants(
+    launch: Launch, rank: int, slices: int, mapping: Tensor | None
+) -> dict[str, Any]:
+    return {
+        "HAS_MAPPING": mapping is not None,
+        "SLICES": slices,
+        "TILES_N": -(-rank // launch.block_n),
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps,
+        "enable_fp_fusion": False,
+    }
 
 
 def _check_grid(grid: Grid) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fliptrace_interventions.displays import register as _register_displays
 from fliptrace_interventions.edits import (
     CacheEdit,
     CachePart,
@@ -16,8 +17,12 @@ from fliptrace_interventions.edits import (
 )
 from fliptrace_interventions.outcomes import gsm8k_answer
 from fliptrace_interventions.recorded import RecordedExecution
+from fliptrace_interventions.report import add_to_report
+from fliptrace_interventions.reproducer import export_reproducer, find_root
 from fliptrace_interventions.selection import Selection
 from fliptrace_interventions.workbench import Workbench
+
+_register_displays()
 
 __all__ = [
     "CacheEdit",
@@ -31,7 +36,10 @@ __all__ = [
     "ShrinkEdit",
     "Source",
     "Workbench",
+    "add_to_report",
     "edits_from_json",
     "edits_to_json",
+    "export_reproducer",
+    "find_root",
     "gsm8k_answer",
 ]

@@ -80,8 +80,20 @@ class GivenValue:
 EditValue = Source | GivenValue
 
 
+class _Shown:
+    """What every edit shows of itself in a notebook."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        from fliptrace.views import edit_html
+
+        edit: Any = self
+        return edit_html(edit.name, edit.to_json())
+
+
 @dataclass(frozen=True, slots=True)
-class ShrinkEdit:
+class ShrinkEdit(_Shown):
     """Put a value into one shrink output of one step, before expand reads it.
 
     Attributes:
@@ -154,7 +166,7 @@ class ShrinkEdit:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheEdit:
+class CacheEdit(_Shown):
     """Put values into the cache before a step.
 
     Attributes:
@@ -209,7 +221,7 @@ class CacheEdit:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayShrinks:
+class ReplayShrinks(_Shown):
     """Hand over every shrink of some steps as one trace recorded it.
 
     Attributes:
@@ -252,7 +264,7 @@ class ReplayShrinks:
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedTokens:
+class ForcedTokens(_Shown):
     """Feed other tokens than the recorded ones.
 
     Attributes:

@@ -18,7 +18,7 @@ from fliptrace.errors import InputError, StorageError
 from fliptrace.judgements import Investigation, Verdict
 from fliptrace.pair import Pair
 from fliptrace.pair.pair import DOCUMENT_NAME, REPORT_NAME
-from fliptrace.views import ClaimResult, InterventionReport, render_report, report_json
+from fliptrace.views.interventions import ClaimResult, InterventionReport
 
 
 def add_to_report(
@@ -42,6 +42,8 @@ def add_to_report(
     Raises:
         StorageError: it cannot be written; the old report is still whole then.
     """
+    from fliptrace.views import render_report, report_json
+
     place = Path(folder)
     report = dataclasses.replace(as_report(found), command=command)
     earlier, made_by = earlier_report(place, pair)
@@ -101,6 +103,8 @@ def earlier_report(folder: Path, pair: Pair) -> tuple[InterventionReport | None,
 
 def _executions(pair: Pair) -> Any:
     """Return the part of a report by which its traces are known, as it is after writing and reading."""
+    from fliptrace.views import report_json
+
     document = report_json(pair.diff, pair.reference, pair.candidate)["executions"]
     return json.loads(json.dumps(document, ensure_ascii=True))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fliptrace.judgements import Arm, Judgement, Verdict
-from fliptrace.views import ClaimResult, InterventionReport
+from fliptrace.views.interventions import ClaimResult, InterventionReport
 from fliptrace_interventions.budget import Budget
 from fliptrace_interventions.edits import Edit
 from fliptrace_interventions.journal import Journal

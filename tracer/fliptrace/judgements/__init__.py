@@ -20,7 +20,7 @@ from fliptrace.judgements.claims import (
     Specificity,
     Verdict,
 )
-from fliptrace.judgements.documents import SCHEMA_VERSION, Value
+from fliptrace.judgements.documents import SCHEMA_VERSION, Value, show_with
 from fliptrace.judgements.findings import (
     CoordinateResult,
     FirstCacheStep,
@@ -54,4 +54,5 @@ __all__ = [
     "TwoByTwo",
     "Value",
     "Verdict",
+    "show_with",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -17,10 +18,24 @@ from fliptrace.verdicts import as_json
 SCHEMA_VERSION = 1
 
 
+#: How notebooks show values, by their type. Values know no views; whoever has both says so (see show_with).
+_DISPLAYS: dict[type, Callable[[Any], str]] = {}
+
+
+def show_with(kind: type[Value], display: Callable[[Any], str]) -> None:
+    """Let notebooks show values of a type by a function that returns HTML."""
+    _DISPLAYS[kind] = display
+
+
 class Value:
     """A value that turns into JSON and back."""
 
     __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Show itself in a notebook."""
+        display = _DISPLAYS.get(type(self))
+        return f"<pre>{html.escape(repr(self))}</pre>" if display is None else display(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; floats that JSON lacks become strings ("NaN", "Infinity")."""

@@ -86,11 +86,11 @@ class Book:
 def check(options: argparse.Namespace) -> bool:
     """Run all checks; True if all hold."""
     book = Book(options.out / "check.jsonl")
-    opposite = write_opposite(options.out / "opposite", Path(options.adapter))
+    opposite = write_opposite(options.scratch / "opposite", Path(options.adapter))
     refusals = {
         number: subprocess.Popen(
             [sys.executable, "-c", f"import vllm; vllm.EngineArgs(model={options.model!r})"],
-            env=environment(options.out, f"refused-{number}", label, **more),
+            env=environment(options.scratch, f"refused-{number}", label, **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -119,7 +119,7 @@ def check(options: argparse.Namespace) -> bool:
         if "tensor_parallel_size" in changes:
             llm["distributed_executor_backend"] = "mp"
         settings = {"options": llm | changes, "adapters": [options.adapter, str(opposite)]}
-        variables = environment(options.out, name, label, **more)
+        variables = environment(options.scratch, name, label, **more)
         engines[name] = Engine(options.out, name, settings, variables)
     try:
         ready = set(wait_for_all(list(engines.values()), options.deadline))
@@ -244,7 +244,7 @@ def check_server(book: Book, options: argparse.Namespace) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     variables = environment(
-        options.out,
+        options.scratch,
         "server",
         "local",
         VLLM_SERVER_DEV_MODE="1",

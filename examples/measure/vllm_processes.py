@@ -138,22 +138,24 @@ def write_entry_point(folder: Path) -> Path:
     return folder
 
 
-def environment(out: Path, name: str, label: str, **more: str) -> dict[str, str]:
+def environment(scratch: Path, name: str, label: str, **more: str) -> dict[str, str]:
     """Return the environment of one engine.
 
     Args:
-        out: where everything is written.
+        scratch: where caches go, and what makes the plugin visible.
         name: of the engine.
         label: a reduction, 'vllm' for vLLM's own shrink, 'none', or 'bare': no plugin in sight.
         more: further variables.
     """
     variables = {k: v for k, v in os.environ.items() if not k.startswith("FLIPTRACE_")}
     paths = (
-        [] if label == "bare" else [str(write_entry_point(out / "entry")), str(ROOT / "kernels")]
+        []
+        if label == "bare"
+        else [str(write_entry_point(scratch / "entry")), str(ROOT / "kernels")]
     )
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")]).strip(":")
     # Engines that start at once must not write one cache.
-    variables["VLLM_CACHE_ROOT"] = str(out / "cache" / name)
+    variables["VLLM_CACHE_ROOT"] = str(scratch / "cache" / name)
     variables.setdefault("OMP_NUM_THREADS", "1")
     variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     variables["VLLM_NO_USAGE_STATS"] = "1"

@@ -17,7 +17,7 @@ first time. OUT/repeat.jsonl and OUT/repeat.md.
 ``check``: the plugin under eager mode, CUDA graphs, torch.compile, VLLM_BATCH_INVARIANT=1, several adapters, a
 server, two GPUs where there are two; and what it refuses. OUT/check.jsonl.
 
-Logs are in OUT/logs. Exit code 0 if everything that was asked for ran (and, for check, passed).
+Logs are in OUT/logs; caches, model and random adapters in the scratch folder. Exit code 0 if everything that was asked for ran (and, for check, passed).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ def main() -> None:
     for name in ("latency", "repeat", "check"):
         mode = modes.add_parser(name)
         mode.add_argument("--out", type=Path, required=True)
+        mode.add_argument(
+            "--scratch", type=Path, default=Path(tempfile.gettempdir()) / "fliptrace-vllm"
+        )
         mode.add_argument("--seconds", type=float, default=540.0, help="stop after so long")
         mode.add_argument("--attention-backend", default="TRITON_ATTN", help="'' is vLLM's choice")
         if name == "latency":
@@ -82,7 +86,9 @@ def main() -> None:
             mode.add_argument("--reductions", nargs="+", default=REDUCTIONS)
     options = parser.parse_args()
     options.out = options.out.resolve()
-    options.out.mkdir(parents=True, exist_ok=True)
+    options.scratch = options.scratch.resolve()
+    for folder in (options.out, options.scratch):
+        folder.mkdir(parents=True, exist_ok=True)
     options.deadline = time.monotonic() + options.seconds
     run = {"latency": latency, "repeat": repeat, "check": vllm_checks.check}[options.mode]
     sys.exit(0 if run(options) else 1)
@@ -102,7 +108,7 @@ def show_what_runs(engine: Engine) -> None:
 def latency(options: argparse.Namespace) -> bool:
     """Time generations of every engine in turn."""
     shape = SHAPES[options.shape]
-    model = write_model(options.out / "model", shape)
+    model = write_model(options.scratch / options.shape, shape)
     wanted = [
         (label, rank)
         for label in options.reductions
@@ -114,7 +120,7 @@ def latency(options: argparse.Namespace) -> bool:
         lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1} if rank else {}
         adapters = []
         if rank:
-            folder = options.out / f"adapter-r{rank}"
+            folder = options.scratch / f"{options.shape}-adapter-r{rank}"
             adapters = [str(write_adapter(folder, shape, rank, seed=rank))]
         llm = engine_options(options.attention_backend) | {
             "model": str(model),
@@ -127,7 +133,7 @@ def latency(options: argparse.Namespace) -> bool:
             **lora,
         }
         settings = {"options": llm, "adapters": adapters}
-        variables = environment(options.out, name, label)
+        variables = environment(options.scratch, name, label)
         engines[label, rank] = Engine(options.out, name, settings, variables)
     try:
         ready = set(wait_for_all(list(engines.values()), options.deadline))
@@ -279,7 +285,7 @@ def repeat(options: argparse.Namespace) -> bool:
     }
     settings = {"options": llm, "adapters": [options.adapter]}
     engines = [
-        Engine(options.out, label, settings, environment(options.out, label, label))
+        Engine(options.out, label, settings, environment(options.scratch, label, label))
         for label in options.reductions
         if label != "none"
     ]

@@ -40,7 +40,7 @@ def check_process(
             "and expand then overlap by programmatic dependent launch, which has not been tried "
             "with these kernels. Unset one of the two"
         )
-    if batch_invariant and not reduction.is_repeatable:
+    if batch_invariant and not reduction.is_batch_invariant:
         raise PluginError(
             f"VLLM_BATCH_INVARIANT=1 asks for bits that do not change, and {reduction} adds in "
             "order of arrival. Choose a repeatable reduction, such as FLIPTRACE_SHRINK=unsplit, "

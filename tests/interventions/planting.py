@@ -107,7 +107,10 @@ def planted_pair(engine, prompts, folder: Path, *, decoys=10, draws=12, rounds=5
         engine: where to search.
         prompts: seed -> prompt; the draws for a prompt follow its seed.
         folder: for the traces.
-        decoys: how many; draws: coordinates tried per prompt and round; least: the earliest step of the flip.
+        decoys: how many.
+        draws: coordinates tried per prompt and round.
+        rounds: how often each prompt is taken.
+        least: the earliest step of the flip.
 
     Returns:
         pair, engine, prompt, cause (a Coordinate), decoys (coordinates), step (of the flip), nudge, tokens.
@@ -117,7 +120,7 @@ def planted_pair(engine, prompts, folder: Path, *, decoys=10, draws=12, rounds=5
         prompt, choose = prompts[seed], choices[seed]
         plain = generate(engine, prompt, max_new_tokens=TOKENS, end_ids=()).token_ids
         for _ in range(draws):
-            site, step = choose.randrange(len(engine.sites)), 0
+            site, step = choose.randrange(1, len(engine.sites)), 0
             cause = choose.randrange(len(prompt)), choose.randrange(16)
             nudge = Nudge(site, step, {cause: 1})
             flipped = tokens_under(engine, prompt, nudge)

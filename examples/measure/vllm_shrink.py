@@ -17,7 +17,8 @@ first time. OUT/repeat.jsonl and OUT/repeat.md.
 ``check``: the plugin under eager mode, CUDA graphs, torch.compile, VLLM_BATCH_INVARIANT=1, several adapters, a
 server, two GPUs where there are two; and what it refuses. OUT/check.jsonl.
 
-Logs are in OUT/logs; caches, model and random adapters in the scratch folder. Exit code 0 if everything that was asked for ran (and, for check, passed).
+Logs are in OUT/logs; caches, model and random adapters in the scratch folder. Exit code 0 if everything that
+was asked for ran (and, for check, passed).
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def latency(options: argparse.Namespace) -> bool:
             "max_model_len": 512,
             "max_num_seqs": max(options.batches),
             "max_num_batched_tokens": 8192,
-            "kv_cache_memory_bytes": 5 * GIB // 2,
+            "kv_cache_memory_bytes": 2 * GIB,
             **lora,
         }
         settings = {"options": llm, "adapters": adapters}

@@ -164,6 +164,41 @@ def test_injected_texts_run_nothing(pairs, chromium, tmp_path):
     page.assert_quiet()
 
 
+def test_interventions_draw_on_every_screen_and_theme(pairs, made, chromium, tmp_path):
+    """The boundary and the margin bars, light and dark, wide and narrow, in print; folded tables open by keyboard."""
+    page = Page(chromium, tmp_path, report(pairs.make(), interventions=made.report()))
+    bars = "document.getElementById('cause-margins').data.filter((t) => t.type === 'bar')"
+    assert page.run(f"return {bars}.map((bar) => bar.x[0])") == [0.125, 0, -0.125, 0]
+    assert page.run("return document.querySelector('#cause-boundary .main-svg') !== null")
+    for scheme, blue in (("light", "#0072b2"), ("dark", "#56b4e9")):
+        for width in (1280, 400):
+            page.emulate(scheme, width)
+            page.wait(f"{bars}[0].marker.color === '{blue}'")
+            page.wait(
+                f"window.innerWidth === {width} && Math.abs(document.getElementById('cause-margins')"
+                "._fullLayout.width - document.getElementById('cause-margins').clientWidth) < 2"
+            )
+            assert page.overflow() <= 0, (scheme, width)
+    summary = page.browser.find_element("css selector", "#interventions details summary")
+    summary.send_keys("\ue007")  # enter
+    assert page.run("return document.querySelector('#interventions details').open")
+    page.click("a[href='#interventions']")
+    assert page.run("return location.hash") == "#interventions"
+    page.assert_quiet()
+
+
+def test_hostile_interventions_run_nothing(pairs, made, chromium, tmp_path):
+    """Claims, sentences, texts and answers from elsewhere stay text, also as labels of the bars."""
+    interventions = made.hostile_report(pairs.corpus)
+    page = Page(chromium, tmp_path, report(pairs.make(), interventions=interventions))
+    page.run("for (const d of document.querySelectorAll('details')) d.open = true")
+    time.sleep(0.3)
+    assert page.run("return window.pwned === undefined")
+    assert page.run("return document.querySelectorAll('img, iframe, base, svg a').length") == 0
+    assert page.overflow() <= 0
+    page.assert_quiet()
+
+
 def test_no_button_sends_the_chart_away(pairs, chromium, tmp_path):
     """plotly's own set of buttons has one that opens a server's page and hands it the chart's data."""
     page = Page(chromium, tmp_path, report(pairs.make()))

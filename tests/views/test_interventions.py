@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import html.parser
-import importlib.util
 import json
 import re
-import sys
 import typing
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -34,17 +31,6 @@ from fliptrace.views import (
 from fliptrace.views.interventions import proved_claims, token_margin
 from fliptrace.views.interventions_figures import difference_of, margin_bars
 from fliptrace.views.interventions_page import continuation_texts
-
-
-@pytest.fixture(scope="session")
-def made():
-    """The module that makes up investigations."""
-    path = Path(__file__).parent / "made_up_interventions.py"
-    if path.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
-    return sys.modules[path.stem]
 
 
 def page(pair, report):

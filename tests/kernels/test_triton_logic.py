@@ -6,6 +6,7 @@ order of the final sum, and nothing about races. It is trusted with FP32 inputs 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -67,7 +68,6 @@ for name in ("unsplit/32", "atomic:8", "deterministic:8", "deterministic:3/64", 
             )
         expected = specification.shrink(*call, reduction, 0.7, orders)
         assert torch.allclose(result, expected, atol=1e-4, rtol=1e-5), (name, shape)
-print("done")
 """
 
 PARTIALS = """
@@ -86,7 +86,6 @@ for name in ("deterministic:8", "deterministic:3/64", "tree:8", "tree:2/64"):
             out = torch.full_like(result, float("nan"))
             triton_shrink.shrink_in_two_launches(*call, reduction, 0.7, out)
             assert same_bits(result, out), (name, shape)
-print("done")
 """
 
 LAYOUTS = """
@@ -112,7 +111,6 @@ for name in ("unsplit/32", "atomic:2", "deterministic:2", "tree:2"):
         assert same_bits(run((operand, others, every_second), name, 0.7), expected), name
     alike = [weight.repeat(1, 2, 2)[:, 20:, 96:] for weight in weights]
     assert same_bits(run((x, alike, mapping), name, 0.7), expected), name
-print("done")
 """
 
 ROWS = """
@@ -134,7 +132,6 @@ for name in ("unsplit", "atomic:8", "deterministic:8", "tree:8"):
     for row in (0, 2):
         alone = run((x[row : row + 1], [a[0] for a in weights], None), name, -1.0)
         assert same_bits(one[:, row : row + 1], alone), name
-print("done")
 """
 
 COUNTER = """
@@ -146,30 +143,54 @@ for name, launches in (("unsplit", 2), ("atomic:2", 2), ("deterministic:2", 2), 
     assert same_bits(counted, run(call, name)), name
     run((call[0][:0], call[1], call[2][:0]), name, launch_counter=counter)
     assert counter.item() == launches, name
-print("done")
 """
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(SPECIFICATION, id="specification"),
-        pytest.param(PARTIALS, id="partials"),
-        pytest.param(LAYOUTS, id="layouts"),
-        pytest.param(ROWS, id="rows"),
-        pytest.param(COUNTER, id="counter"),
-    ],
-)
-def test_kernels_in_the_interpreter(script):
-    """Kernels agree with the specification, their own partials, and themselves in any layout."""
+SCRIPTS = {
+    "specification": SPECIFICATION,
+    "partials": PARTIALS,
+    "layouts": LAYOUTS,
+    "rows": ROWS,
+    "counter": COUNTER,
+}
+
+RUN_ALL = """
+import json
+import sys
+import traceback
+
+
+def outcome(script):
+    try:
+        exec(script, dict(globals()))
+    except Exception:
+        return traceback.format_exc()
+    return "done"
+
+
+print(json.dumps({name: outcome(script) for name, script in json.load(sys.stdin).items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What became of each script, all run in one process whose Triton interprets."""
     numpy_version = tuple(map(int, metadata.version("numpy").split(".")[:2]))
     if triton.__version__.startswith("3.6") and numpy_version >= (2, 4):
         pytest.skip("the interpreter of Triton 3.6 does not run with numpy 2.4")
     run = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script],
+        [sys.executable, "-c", PRELUDE + RUN_ALL],
         env=os.environ | {"TRITON_INTERPRET": "1"},
+        input=json.dumps(SCRIPTS),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.stdout == "done\n", run.stderr
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_kernels_in_the_interpreter(outcomes, name):
+    """Kernels agree with the specification, their own partials, and themselves in any layout."""
+    assert outcomes[name] == "done"

@@ -1,8 +1,8 @@
 """The table that decides every number a sum depends on; nothing here is tuned at run time.
 
 A launch is chosen by reduction, rank and dtype alone, never by the number of rows, so a row's
-sum is shaped the same way whether it comes alone or in a batch. Changing an entry changes bits:
-it needs an entry in the decision log of kernels/README.md.
+sum is shaped the same way whether it comes alone or in a batch. Changing a K block changes bits,
+and changing a tile may: either needs an entry in the decision log of kernels/README.md.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ def planted(planting, tiny, tmp_path_factory, llama, gemma):
             likely = {"llama": (1, 2, 10, 5), "gemma": (0, 11)}[kind]
             seeds = dict.fromkeys((*likely, *range(30)))
             prompts = {seed: tiny.prompt_ids(10, seed=seed) for seed in seeds}
-            made[kind] = planting.planted_pair(engine, prompts, tmp_path_factory.mktemp("planted"))
+            folder = tmp_path_factory.mktemp("planted")
+            with engine.reducing("unsplit"):
+                made[kind] = planting.planted_pair(engine, prompts, folder)
         return made[kind]
 
     return get

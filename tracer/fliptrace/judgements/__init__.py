@@ -22,6 +22,7 @@ from fliptrace.judgements.claims import (
 )
 from fliptrace.judgements.documents import SCHEMA_VERSION, Value, show_with
 from fliptrace.judgements.findings import (
+    CachePartNeed,
     CoordinateResult,
     FirstCacheStep,
     Investigation,
@@ -36,6 +37,7 @@ __all__ = [
     "CAVEAT",
     "SCHEMA_VERSION",
     "Arm",
+    "CachePartNeed",
     "Control",
     "CoordinateResult",
     "DirectionResult",

@@ -39,6 +39,7 @@ class RootResult(Value):
         edits: as JSON.
         screenings: one per direction that was run.
         verdict: where it was proved.
+        fate: ``propagating`` or ``absorbed`` at the end of its own projection, ``not observed``.
     """
 
     name: str
@@ -50,6 +51,7 @@ class RootResult(Value):
     edits: tuple[dict[str, Any], ...]
     screenings: tuple[Screening, ...]
     verdict: Verdict | None = None
+    fate: str = "not observed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class MinimalSet(Value):
         runs: arms that it took.
         one_minimal: each single removal was tried and no longer flips. False: the budget ended before that.
         verdict: where it was proved.
+        unit: of what it is a set: ``rows`` or ``coordinates``; whole: how many of them there were at the start.
+        between: what the shrinks between the edited sites were: ``recorded`` or ``recomputed``.
     """
 
     edits: tuple[dict[str, Any], ...]
@@ -102,6 +106,9 @@ class MinimalSet(Value):
     runs: int
     one_minimal: bool
     verdict: Verdict | None = None
+    unit: str = "rows"
+    whole: int = 0
+    between: str = "recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,27 @@ class LayerNeed(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class CachePartNeed(Value):
+    """Keys or values of some layers and their part in a cache substitution.
+
+    Attributes:
+        part: ``keys`` or ``values``.
+        layers: which layers.
+        recipient: in whose execution.
+        sufficient_alone: the donor's values of this part alone give the donor's token; None when not run.
+        needed: with all the rest of the cache from the donor the donor's token is not reached; None when not run.
+        differing_elements: of this part of the incoming cache.
+    """
+
+    part: str
+    layers: tuple[int, ...]
+    recipient: str
+    sufficient_alone: bool | None
+    needed: bool | None
+    differing_elements: int
+
+
+@dataclass(frozen=True, slots=True)
 class FirstCacheStep(Value):
     """The first step at which the donor's incoming cache alone flips the token at the target step.
 
@@ -132,6 +160,7 @@ class FirstCacheStep(Value):
         step: None when not found; tried: steps that were run, in order.
         runs: arms that it took.
         sentence: for people; says whether every earlier step was tried.
+        flips: the steps, of those tried, at which they flip it: not always all from the first one on.
     """
 
     recipient: str
@@ -139,6 +168,7 @@ class FirstCacheStep(Value):
     tried: tuple[int, ...]
     runs: int
     sentence: str
+    flips: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +207,16 @@ class Investigation(Value):
         minimal_set: a 1-minimal set that flips, None when not found or not run.
         layers, first_cache_step, two_by_two: see there.
         continuations: free arms to the end of the answer: unedited and edited by the best cause found.
-        runs: arms; forwards: forward passes; seconds: of wall time.
+        runs: edited arms, controls and shams (unedited arms are shared and, like reconstructions, not counted);
+            forwards: forward passes, all of them; seconds: of wall time.
         budget: what was allowed, in words.
         not_covered: sentences.
         environment: where it ran; environment_differences: (key, recorded, now).
         schema: version of this document.
+        all_roots: all root rows together as one edit, per direction and way between the sites.
+        coordinate_set: the minimal set taken apart into coordinates and made 1-minimal again, None when not run.
+        cache_parts: keys and values apart: of all layers, and of each layer that is enough or needed.
+        sentences: what was found, for people, the most informative first.
     """
 
     judgement: Judgement
@@ -213,3 +248,7 @@ class Investigation(Value):
     environment: dict[str, Any]
     environment_differences: tuple[tuple[str, Any, Any], ...]
     schema: int = SCHEMA_VERSION
+    all_roots: tuple[Screening, ...] = ()
+    coordinate_set: MinimalSet | None = None
+    cache_parts: tuple[CachePartNeed, ...] = ()
+    sentences: tuple[str, ...] = ()

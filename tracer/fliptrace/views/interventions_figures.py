@@ -230,6 +230,7 @@ def _draw_bars(
         xref=f"x{axis}",
         yref=f"y{axis}",
         line={"color": ink["muted"], "width": 2, "dash": "dash"},
+        layer="below",
     )
     figure.add_annotation(
         text="0 (tie)",

@@ -263,7 +263,7 @@ def hostile_report(corpus):
         if isinstance(value, tuple):
             return tuple(spoil(item) for item in value)
         if dataclasses.is_dataclass(value):
-            kept = {"recipient", "donor", "which", "between", "decided_by", "site"}
+            kept = {"recipient", "donor", "which", "between", "decided_by", "site", "fate", "unit"}
             return dataclasses.replace(
                 value,
                 **{

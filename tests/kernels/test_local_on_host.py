@@ -124,6 +124,39 @@ def test_every_arrangement_sums_everything_once(host, arrangement):
     assert torch.equal(bits(out), bits(exact(x, weights)))
 
 
+TURNING = [a for a in CANDIDATES if a.turns > 1]
+
+
+@pytest.mark.parametrize("arrangement", TURNING, ids=str)
+def test_warps_that_go_over_k_several_times(host, arrangement):
+    """Several turns give the bits and the partials of one, with a tail and rows that fill no tile."""
+    x = torch.randn(arrangement.tokens + 3, 16 * 32 + 72).bfloat16()
+    weights = [torch.randn(5, x.shape[1]).bfloat16() for _ in range(2)]
+    seen = []
+    for layout in (arrangement, Arrangement(4, 2)):
+        partials = torch.full((16, 2, x.shape[0], 5), float("nan"))
+        call = {"splits": 16, "arrangement": layout, "partials": partials}
+        seen.append((host.run(x, weights, **call, kind=compilation.WITH_PARTIALS), partials))
+    (out, partials), (expected, expected_partials) = seen
+    assert torch.equal(bits(out), bits(expected))
+    assert torch.equal(bits(partials), bits(expected_partials))
+    assert torch.equal(bits(out), bits(in_order(partials, 0.7)))
+
+
+@pytest.mark.parametrize("adapters", [1, 3])
+def test_tiles_of_64_tokens_with_a_mapping(host, adapters):
+    """Adapters of the second 32 tokens of a tile are found, even if nobody before uses them."""
+    x, weights = whole_numbers(70, 300, 5, 1, adapters=adapters)
+    mapping = torch.randint(-1, 1, (70,), dtype=torch.int32)
+    mapping[40:60] = torch.randint(-1, adapters + 1, (20,), dtype=torch.int32)
+    mapping[50] = adapters - 1
+    layout = Arrangement(1, 2, token_warps=2, token_tiles=2, turns=2)
+    assert layout.tokens == 64
+    for backwards in (False, True):
+        out = host.run(x, weights, mapping, scale=1.0, arrangement=layout, backwards=backwards)
+        assert torch.equal(bits(out), bits(exact(x, weights, mapping)))
+
+
 def in_order(partials, scale):
     """Add partials [S, ...] as local does."""
     groups = []
@@ -292,6 +325,7 @@ def test_a_loop_that_is_not_unrolled(host):
     x, weights = whole_numbers(2, 8 * 32 * 30 + 40, 9, 1)
     layout = Arrangement(1, 2, token_tiles=2, rank_tiles=1)
     assert not layout.is_unrolled(x.shape[1], 8)
-    for depth in (1, 2, 8):
-        out = host.run(x, weights, scale=1.0, arrangement=replace(layout, depth=depth))
+    layouts = [replace(layout, depth=depth) for depth in (1, 2, 8)]
+    for layout in (*layouts, replace(layout, depth=4, turns=2)):
+        out = host.run(x, weights, scale=1.0, arrangement=layout)
         assert torch.equal(bits(out), bits(exact(x, weights)))

@@ -66,6 +66,7 @@ class Variant:
             "RANK_TILES": arrangement.rank_tiles,
             "TOKEN_WARPS": arrangement.token_warps,
             "RANK_WARPS": arrangement.rank_warps,
+            "TURNS": arrangement.turns,
             "DEPTH": arrangement.depth_for(self.size, self.splits),
             "MIN_BLOCKS": arrangement.min_blocks,
             "VECTOR": int(self.vector),

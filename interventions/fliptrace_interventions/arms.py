@@ -23,9 +23,8 @@ from fliptrace_interventions.audit import (
     Expectation,
     StepAudit,
     StepState,
-    digest_of_shrinks,
-    hexes,
 )
+from fliptrace_interventions.digests import digest_of_shrinks, digest_tensors, hexes
 from fliptrace_interventions.edits import Source
 from fliptrace_interventions.plans import Place, Plan
 
@@ -262,15 +261,14 @@ class _Continuation:
         if patches is None:
             return None
         plan = self.plan
-        own = plan.recipient.cache_before(step)
-        content = own if step == plan.start else self.engine.read_cache()
+        at_start = step == plan.start
+        content = plan.recipient.cache_before(step) if at_start else self.engine.read_cache()
         sources = {
             source: {
                 layer.layer: layer.values for layer in plan.execution(source).cache_before(step)
             }
             for source in {patch.value for patch in patches if isinstance(patch.value, Source)}
         }
-        before = {layer.layer: digest_tensor(layer.values) for layer in own}
         edited: dict[int, CacheLayer] = {layer.layer: layer for layer in content}
         for patch in patches:
             layer = edited[patch.layer]
@@ -278,9 +276,13 @@ class _Continuation:
             if isinstance(patch.value, Source):
                 source = sources[patch.value][patch.layer]
             patch.apply(layer.values, layer.first_position, source)
-        written = {number: digest_tensor(layer.values) for number, layer in edited.items()}
+        digests = digest_tensors([layer.values for layer in edited.values()])
         self.engine.write_cache(tuple(edited.values()), step)
-        return _PatchedCache({patch.layer for patch in patches}, before, written)
+        return _PatchedCache(
+            edited={patch.layer for patch in patches},
+            before=plan.recipient.cache_digests(step),
+            written=dict(zip(edited, digests, strict=True)),
+        )
 
     def _forward(
         self, step: int, token: int | None, cached: _PatchedCache | None
@@ -387,34 +389,25 @@ class _Continuation:
 
 @dataclass(frozen=True)
 class _PatchedCache:
-    """Digests of a cache that was edited before a step, per layer, on the engine's device."""
+    """Digests of a cache that was edited before a step, per layer; ``written`` on the engine's device."""
 
     edited: Collection[int]
-    before: Mapping[int, Tensor]
+    before: Mapping[int, str]
     written: Mapping[int, Tensor]
 
 
 def _cache_receipts(step: int, cached: _PatchedCache, arrived: StepAudit) -> list[Receipt]:
     """One receipt per edited layer, and one for all the others."""
-
-    def digests(layers: Mapping[int, Tensor], chosen: Collection[int]) -> dict[Place, Tensor]:
-        return {(step, layer): layers[layer] for layer in chosen if layer in layers}
-
-    everything = list(cached.written)
-    before, written, consumed = (
-        hexes(digests(layers, everything))
-        for layers in (cached.before, cached.written, arrived.caches)
-    )
+    sides = (cached.before, hexes(dict(cached.written)), hexes(arrived.caches))
 
     def receipt(place: str, layers: Collection[int]) -> Receipt:
-        parts = []
-        for side in (before, written, consumed):
-            there = [side.get((step, layer), MISSING) for layer in layers]
-            parts.append(_joined(there))
-        return Receipt(place, parts[0], parts[1], parts[2], landed(parts[1], parts[2]))
+        before, written, consumed = (
+            _joined([side.get(layer, MISSING) for layer in layers]) for side in sides
+        )
+        return Receipt(place, before, written, consumed, landed(written, consumed))
 
     edited = sorted(cached.edited)
-    others = [layer for layer in everything if layer not in cached.edited]
+    others = [layer for layer in cached.written if layer not in cached.edited]
     receipts = [receipt(f"cache of layer {layer} before step {step}", [layer]) for layer in edited]
     if others:
         receipts.append(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fliptrace.numerics import combine_digests, digest_hex, digest_rows, digest_tensor
-from fliptrace_interventions.plans import Place
+from fliptrace.numerics import digest_hex, digest_rows, digest_tensor
+from fliptrace_interventions.digests import digest_of_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +122,3 @@ class ArmAudit:
 def canonical_rows(keys: Tensor, values: Tensor) -> Tensor:
     """Copy keys and values [kv_heads, T, head_dim] into canonical form [2, T, kv_heads, head_dim]."""
     return torch.stack((keys, values)).transpose(1, 2).contiguous()
-
-
-def digest_of_layers(layers: dict[int, Tensor]) -> Tensor:
-    """Digest tensors [2, T, ...] of several layers as one, int64 [2]; the layers' order counts."""
-    groups: dict[tuple[int, ...], list[Tensor]] = {}
-    for values in layers.values():
-        groups.setdefault(tuple(values.shape), []).append(values)
-    return combine_digests(
-        torch.cat([digest_rows(torch.stack(group).flatten(0, 2)) for group in groups.values()])
-    )
-
-
-def digest_of_shrinks(shrinks: list[Tensor]) -> Tensor:
-    """Digest shrinks [T, R] of several sites as one, int64 [2]."""
-    return digest_tensor(torch.cat([z.reshape(-1) for z in shrinks]))
-
-
-def hexes(digests: dict[Place, Tensor]) -> dict[Place, str]:
-    """Bring digests to the host, all at once."""
-    if not digests:
-        return {}
-    rows = torch.stack(list(digests.values())).tolist()
-    return {place: digest_hex(row) for place, row in zip(digests, rows, strict=True)}

@@ -54,7 +54,10 @@ class ShrinkPatch:
 
     def apply(self, base: Tensor, source: Tensor | None) -> None:
         """Write into ``base``; ``source`` is the recorded shrink of whoever the value comes from."""
-        _put(base, self.index(tuple(base.shape)), self.value, source)
+        index = None
+        if self.rows is not None or self.ranks is not None:
+            index = self.index(tuple(base.shape))
+        _put(base, index, self.value, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,11 @@ class CachePatch:
 
     def apply(self, base: Tensor, first_position: int, source: Tensor | None) -> None:
         """Write into ``base``; ``source`` is the same layer's recorded cache of whoever the value comes from."""
-        _put(base, self.index(tuple(base.shape), first_position), self.value, source)
+        index = None
+        parts = (self.positions, self.heads, self.dimensions)
+        if self.part is not CachePart.BOTH or any(chosen is not None for chosen in parts):
+            index = self.index(tuple(base.shape), first_position)
+        _put(base, index, self.value, source)
 
     def _rows(self, first_position: int) -> tuple[int, ...] | None:
         if self.positions is None:
@@ -233,9 +240,11 @@ def _count(shape: tuple[int, ...], *chosen: tuple[int, ...] | None) -> int:
     return count
 
 
-def _put(base: Tensor, index: tuple[Tensor, ...], value: EditValue, source: Tensor | None) -> None:
-    """Write bits, not numbers: an assignment of floats may change the payload of a NaN."""
-    place = tuple(part.to(base.device) for part in index)
+def _put(
+    base: Tensor, index: tuple[Tensor, ...] | None, value: EditValue, source: Tensor | None
+) -> None:
+    """Write bits, not numbers: an assignment of floats may change the payload of a NaN. No index means everything."""
+    place = ... if index is None else tuple(part.to(base.device) for part in index)
     target = integer_view(base)
     if isinstance(value, Source):
         if source is None or source.shape != base.shape or source.dtype != base.dtype:

@@ -17,6 +17,7 @@ from fliptrace.capture.engine import CacheLayer, Engine
 from fliptrace.errors import InputError, SiteNotFoundError
 from fliptrace.numerics import digest_hex, digest_tensor
 from fliptrace.trace import Frame, Kind, Layout, StepRecord, Trace
+from fliptrace_interventions.digests import digest_tensors
 from fliptrace_interventions.identity import check_trace
 
 #: How many bytes of shrinks are kept per execution; the least recently used steps are read again when needed.
@@ -76,6 +77,7 @@ class RecordedExecution:
         self._shrinks: OrderedDict[int, _KeptShrinks] = OrderedDict()
         self._operands: tuple[int, Frame] | None = None
         self._cache: _KeptCache | None = None
+        self._cache_digests: dict[int, dict[int, str]] = {}
         self._fingerprint = ""
         self._handed_steps: set[int] = set()
         self._handed_cache = False
@@ -159,6 +161,18 @@ class RecordedExecution:
             layers.append(CacheLayer(layer, values, first, self._engine.cache_windows[layer]))
         return tuple(layers)
 
+    def cache_digests(self, step: int) -> dict[int, str]:
+        """Return the digest of every layer's cache before a step, 32 hexadecimal digits each."""
+        found = self._cache_digests.get(step)
+        if found is None:
+            layers = self.cache_before(step)
+            digests = digest_tensors([layer.values for layer in layers]).tolist()
+            found = self._cache_digests[step] = {
+                layer.layer: digest_hex(digest)
+                for layer, digest in zip(layers, digests, strict=True)
+            }
+        return found
+
     def first_kept_position(self, step: int, layer: int) -> int:
         """Return the first position that a layer's cache still holds before a step."""
         length = self.positions(step).start
@@ -195,7 +209,11 @@ class RecordedExecution:
             if not torch.equal(digest_tensor(self._shrinks[step].payload), self._shrinks[step].seal)
         ]
         if self._cache is not None and (everything or self._handed_cache):
-            equal = (_layer_digests(self._cache.layers) == self._cache.seals).all(1).tolist()
+            equal = (
+                (digest_tensors(list(self._cache.layers.values())) == self._cache.seals)
+                .all(1)
+                .tolist()
+            )
             found += [
                 f"the {self.which}'s cached rows of layer {layer}"
                 for layer, same in zip(self._cache.layers, equal, strict=True)
@@ -257,12 +275,5 @@ class RecordedExecution:
         layers = {
             layer: torch.cat(rows, dim=1).to(self._engine.device) for layer, rows in pieces.items()
         }
-        self._cache = _KeptCache(steps, layers, _layer_digests(layers))
+        self._cache = _KeptCache(steps, layers, digest_tensors(list(layers.values())))
         return self._cache
-
-
-def _layer_digests(layers: dict[int, Tensor]) -> Tensor:
-    """Digest every layer's rows, int64 [layers, 2]."""
-    return torch.stack(
-        [digest_tensor(values.reshape(-1, *values.shape[2:])) for values in layers.values()]
-    )

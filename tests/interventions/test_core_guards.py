@@ -369,6 +369,51 @@ def workbench_latent_value(workbench):
     return GivenValue(int(neighbour.view(torch.int32)) & 0xFFFFFFFF)
 
 
+# Beyond the eight -----------------------------------------------------------------------------------------------------
+
+
+def test_an_operand_that_is_not_the_recorded_one(planted, monkeypatch, without):
+    """What enters the first edited site must be what was recorded; for later sites it is reported."""
+    plant = planted()
+    workbench = Workbench(plant.pair, plant.engine)
+    edit = ShrinkEdit.of_coordinate(plant.cause)
+    assert workbench.screen([edit]).judgement is Judgement.SUFFICIENT
+    original = RecordedExecution.operand_digests
+
+    def foreign(self, step, site):
+        return original(self, step, site) + (self.which == "reference")
+
+    monkeypatch.setattr(RecordedExecution, "operand_digests", foreign)
+    found = workbench.screen([edit])
+    assert found.judgement is Judgement.VOID
+    assert plant.cause.site.name in found.reasons[0]
+    assert "is not the recorded one" in found.reasons[0]
+    without(judging.operand_recorded)
+    assert workbench.screen([edit]).judgement is Judgement.SUFFICIENT
+
+
+def test_controls_that_change_something_void_a_proof(planted, monkeypatch):
+    """A self-substitution that puts other bits in, and a latent sham that crosses its boundary, are noticed."""
+    from fliptrace_interventions import controls, plans
+
+    plant = planted()
+    edit = ShrinkEdit.of_coordinate(plant.cause)
+    workbench = Workbench(plant.pair, plant.engine, shams=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(controls, "latent_neighbour", lambda value, dtype: value * -3)
+        verdict = workbench.prove([edit], "reference", free=False)
+        assert verdict.judgement is Judgement.VOID
+        assert "control latent sham failed" in verdict.reasons[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(plans.Plan, "with_own_values", lambda self: self)
+        plan = workbench._resolve([edit], "reference", "recorded")[1]
+        patch.setattr(plans.Plan, "unedited", lambda self: plan.with_patches({}))
+        verdict = workbench.prove([edit], "reference", free=False)
+        assert verdict.judgement is Judgement.VOID
+        assert "control self-substitution failed" in verdict.reasons[0]
+    assert workbench.prove([edit], "reference", free=False).judgement is Judgement.SUFFICIENT
+
+
 # Traces that cannot be used -------------------------------------------------------------------------------------------
 
 

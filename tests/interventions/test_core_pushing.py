@@ -118,3 +118,19 @@ def test_answers_are_extracted(text, expected):
 def test_answers_are_compared_as_numbers(found, expected, same):
     """Numbers by value, all else as text; no answer is never right."""
     assert same_answer(found, expected) is same
+
+
+def test_digests_of_many_are_those_of_each():
+    """Tensors of several shapes and dtypes digested together give what digest_tensor gives for each."""
+    from fliptrace.numerics import digest_tensor
+    from fliptrace_interventions.digests import digest_tensors
+
+    generator = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((2, 5, 2, 8), (2, 5, 2, 8), (2, 7, 1, 3), (4, 3), (6,))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    together = digest_tensors(tensors)
+    for tensor, digest in zip(tensors, together, strict=True):
+        assert torch.equal(digest, digest_tensor(tensor))

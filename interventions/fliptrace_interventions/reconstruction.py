@@ -71,18 +71,25 @@ def _replayed_step(
     replay.step = step
     audit.begin(Expectation(step, len(recorded.positions(step))))
     arrived, state = audit.finish(engine.step(recorded.token_ids[step - 1] if step else None))
-    for layer in engine.cache_layers:
-        expected = recorded.cache_rows(step, layer)
-        rows = arrived.rows.get(layer)
-        if rows is None:
+    expected = {layer: recorded.cache_rows(step, layer) for layer in engine.cache_layers}
+    for layer, rows in expected.items():
+        found = arrived.rows.get(layer)
+        if found is None:
             return f"step {step}: layer {layer} cached no rows"
-        if rows.shape != expected.shape:
-            return f"step {step}: layer {layer} cached {list(rows.shape)}, recorded are {list(expected.shape)}"
-        differs = integer_view(rows) != integer_view(expected)
-        if bool(differs.any()):
-            part, row = torch.nonzero(differs)[0, :2].tolist()
+        if found.shape != rows.shape:
+            return f"step {step}: layer {layer} cached {list(found.shape)}, recorded are {list(rows.shape)}"
+    differs = {
+        layer: integer_view(arrived.rows[layer]) != integer_view(rows)
+        for layer, rows in expected.items()
+    }
+    flags = torch.stack(
+        [mask.any() for mask in differs.values()]
+    ).tolist()  # one wait for the device
+    for (layer, mask), differing in zip(differs.items(), flags, strict=True):
+        if differing:
+            part, row = torch.nonzero(mask)[0, :2].tolist()
             return (
-                f"step {step}: {int(differs.sum())} elements of layer {layer}'s new cache rows differ, first in the "
+                f"step {step}: {int(mask.sum())} elements of layer {layer}'s new cache rows differ, first in the "
                 f"{'values' if part else 'keys'} of token position {recorded.positions(step)[row]}"
             )
     if state.logits != recorded.logits_digest(step):

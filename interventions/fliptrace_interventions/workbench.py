@@ -47,7 +47,7 @@ class Workbench:
         target_step: the step whose token is judged: the flip, unless another was asked for.
         reduction: of the continuations, in its long form.
         repeats, shams, seed: as asked.
-        environment: the engine's description.
+        environment: the engine's description, without the reduction that it happens to be set to.
         environment_differences: (key, recorded, now): what differs from where the pair was recorded, of all that is
             told and not refused. Reconstruction decides whether it matters.
     """
@@ -103,7 +103,9 @@ class Workbench:
         self.reduction, repeatable = _continuation(reduction, allow_unrepeatable)
         self.repeats, self.shams, self.seed = repeats, shams, seed
         self.environment: dict[str, Any] = {
-            name: dict(section) for name, section in engine.describe().items()
+            name: dict(section)
+            for name, section in engine.describe().items()
+            if name != "reduction"  # the engine's own; experiments choose theirs
         }
         self.environment_differences = tuple(
             dict.fromkeys(
@@ -131,6 +133,30 @@ class Workbench:
     def forwards(self) -> int:
         """Forward passes run so far."""
         return self._bench.forwards
+
+    @property
+    def ending(self) -> dict[str, object]:
+        """How free continuations end and are read, for whoever keeps their results."""
+        answer = self._bench.answer
+        return {
+            "max_new_tokens": self._max_new_tokens,
+            "answer": f"{answer.__module__}.{getattr(answer, '__qualname__', type(answer).__qualname__)}",
+            "expected_answer": None
+            if self._bench.expected_answer is None
+            else str(self._bench.expected_answer),
+        }
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """How free continuations end and are read, as JSON: what their result depends on besides the edits."""
+        answer = self._bench.answer
+        expected = self._bench.expected_answer
+        return {
+            "last_step": self._last_step,
+            "end_ids": list(self._end_ids),
+            "answer": f"{answer.__module__}.{getattr(answer, '__qualname__', type(answer).__name__)}",
+            "expected_answer": None if expected is None else str(expected),
+        }
 
     @property
     def flip_step(self) -> int | None:
@@ -331,6 +357,12 @@ class Workbench:
     @property
     def _end_ids(self) -> tuple[int, ...]:
         return tuple(self.pair.reference.manifest.get("decoding.end_ids") or ())
+
+    @property
+    def _last_step(self) -> int:
+        """The last step that a free continuation may run: as far as the recordings were allowed to go."""
+        limit = self.pair.reference.manifest.get("decoding.max_new_tokens")
+        return int(limit or max(self.reference.steps, self.candidate.steps)) - 1
 
     def _verdict(
         self, edits: Sequence[Edit], results: Sequence[DirectionResult], between: str

@@ -361,6 +361,10 @@ def test_continuations_run_to_the_end(plant, planting):
     assert plain.first_step == plant.step
     assert plain.text == own.text
     assert len(own.token_ids) == planting.TOKENS
+    ending = workbench.ending
+    assert (ending["last_step"], ending["end_ids"]) == (planting.TOKENS - 1, [])
+    assert ending["expected_answer"] == "w1"
+    assert ending["answer"] != Workbench(plant.pair, plant.engine).ending["answer"]
 
 
 def test_nothing_is_left_behind(plant, monkeypatch):

@@ -135,18 +135,6 @@ class Workbench:
         return self._bench.forwards
 
     @property
-    def ending(self) -> dict[str, object]:
-        """How free continuations end and are read, for whoever keeps their results."""
-        answer = self._bench.answer
-        return {
-            "max_new_tokens": self._max_new_tokens,
-            "answer": f"{answer.__module__}.{getattr(answer, '__qualname__', type(answer).__qualname__)}",
-            "expected_answer": None
-            if self._bench.expected_answer is None
-            else str(self._bench.expected_answer),
-        }
-
-    @property
     def ending(self) -> dict[str, Any]:
         """How free continuations end and are read, as JSON: what their result depends on besides the edits."""
         answer = self._bench.answer
@@ -293,13 +281,8 @@ class Workbench:
         else:
             own, donor = self._directed(recipient)
             plan = Plan(own, donor, self.target_step, self.target_step)
-        recorded_limit = plan.recipient.trace.manifest.get("decoding.max_new_tokens")
-        limit = self._max_new_tokens or recorded_limit
         settings = ArmSettings(
-            free=True,
-            to_end=True,
-            end_ids=self._end_ids,
-            last_step=(limit or plan.recipient.steps) - 1,
+            free=True, to_end=True, end_ids=self._end_ids, last_step=self._last_step
         )
         with self._bench.continuing():
             runs = self._bench.repeated(plan, settings, None, self.repeats)
@@ -360,8 +343,9 @@ class Workbench:
 
     @property
     def _last_step(self) -> int:
-        """The last step that a free continuation may run: as far as the recordings were allowed to go."""
-        limit = self.pair.reference.manifest.get("decoding.max_new_tokens")
+        """The last step that a free continuation may run: as asked, else as far as the recordings were to go."""
+        recorded = self.pair.reference.manifest.get("decoding.max_new_tokens")
+        limit = self._max_new_tokens or recorded
         return int(limit or max(self.reference.steps, self.candidate.steps)) - 1
 
     def _verdict(

@@ -32,12 +32,14 @@ class Entry:
         what: ``screen``, ``prove``, ``reconstruct`` …, for people who read the file.
         value: the result, as JSON.
         runs: how many runs it took.
+        forwards: how many forward passes, those of unedited arms that ran for it included.
         seconds: how long it took when it ran.
     """
 
     what: str
     value: Any
     runs: int
+    forwards: int
     seconds: float
 
 
@@ -147,9 +149,8 @@ class Journal:
 
 
 def _line(key: str, entry: Entry) -> bytes:
-    content = json.dumps(
-        [key, entry.what, entry.value, entry.runs, entry.seconds], allow_nan=False, sort_keys=True
-    )
+    fields = [key, entry.what, entry.value, entry.runs, entry.forwards, entry.seconds]
+    content = json.dumps(fields, allow_nan=False, sort_keys=True)
     return f"{_checksum(content.encode())} {content}".encode()
 
 
@@ -157,8 +158,8 @@ def _parsed(line: bytes) -> tuple[str, Entry] | None:
     checksum, _, content = line.partition(b" ")
     if checksum.decode("latin-1") != _checksum(content):
         return None
-    key, what, value, runs, seconds = json.loads(content)
-    return key, Entry(what, value, runs, seconds)
+    key, *fields = json.loads(content)
+    return key, Entry(*fields)
 
 
 def _checksum(content: bytes) -> str:

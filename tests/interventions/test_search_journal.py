@@ -7,7 +7,7 @@ import pytest
 from fliptrace.errors import InputError
 from fliptrace_interventions.journal import Entry, Journal, content_key
 
-ENTRY = Entry("screen", {"token": 5, "text": "né\n", "values": [1.5, None, -0.0]}, 1, 0.25)
+ENTRY = Entry("screen", {"token": 5, "text": "né\n", "values": [1.5, None, -0.0]}, 1, 9, 0.25)
 
 
 @pytest.fixture
@@ -18,7 +18,9 @@ def path(tmp_path):
 def filled(path, count):
     with Journal(path) as journal:
         for number in range(count):
-            journal.put(content_key({"edit": number}), Entry("screen", {"token": number}, 1, 0.0))
+            journal.put(
+                content_key({"edit": number}), Entry("screen", {"token": number}, 1, 2, 0.0)
+            )
     return path.read_bytes()
 
 

@@ -1,6 +1,7 @@
 """Time local:S in its arrangements against the other reductions, on one CUDA GPU.
 
     python examples/measure/local_speed.py OUTPUT.jsonl [--quick] [--seconds 150] [--exhaustive]
+        [--rows 2048 8192] [--splits 32]
 
 Every figure is the median over replays of a CUDA graph of many calls, in microseconds per call. Each
 call of a graph has weights of its own, and before each replay a buffer larger than the L2 cache is
@@ -18,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fliptrace_kernels import lora_shrink
-from fliptrace_kernels.local import Arrangement, compilation, device, shrink
+from fliptrace_kernels.local import Arrangement, device, shrink
 from fliptrace_kernels.local.arrangements import CANDIDATES, choose, estimate
 from fliptrace_kernels.local.compilation import Variant
 
@@ -178,23 +178,9 @@ def compile_all(shapes: list[tuple[int, int, int, int]], splits: list[int], ever
         for split in splits:
             for arrangement in sensible(case, split, every):
                 variants.add(Variant(size, rank, split, arrangement))
-    capability = torch.cuda.get_device_capability()
     begin = time.monotonic()
-    with ThreadPoolExecutor(14) as pool:
-        compiling = {v: pool.submit(compilation.compile_for, v, capability) for v in variants}
-        images = {variant: future.result() for variant, future in compiling.items()}
-    compiled = time.monotonic() - begin
-    real = device.compile_for
-    device.compile_for = lambda variant, _: images[variant]
-    try:
-        for variant in variants:
-            device.loaded(variant, torch.cuda.current_device())
-    finally:
-        device.compile_for = real
-    print(
-        f"{len(variants)} kernels compiled in {compiled:.1f} s, loaded in "
-        f"{time.monotonic() - begin - compiled:.1f} s"
-    )
+    device.load_all(variants, torch.cuda.current_device())
+    print(f"{len(variants)} kernels compiled and loaded in {time.monotonic() - begin:.1f} s")
 
 
 def baselines(case: Case, clock: Clock) -> dict[str, float | str]:
@@ -245,11 +231,11 @@ def baselines(case: Case, clock: Clock) -> dict[str, float | str]:
 
 
 def name_of(arrangement: Arrangement) -> str:
-    """Return a short name: diagonal, halves, token tiles x rank tiles, warps, blocks."""
+    """Return a short name: diagonal, halves, token tiles x rank tiles, warps, turns, blocks."""
     a = arrangement
     return (
         f"C{a.diagonal}H{a.halves} {a.token_tiles}x{a.rank_tiles} w{a.token_warps}x{a.rank_warps}"
-        f" m{a.min_blocks}"
+        f" t{a.turns} m{a.min_blocks}"
     )
 
 
@@ -305,7 +291,7 @@ def measure(case: Case, clock: Clock, splits: list[int], exhaustive: bool, log: 
             depth=0,
         )
         over = figures[chosen] / figures[best]
-        cells.append(f"{figures[best]:6.2f} {over:4.2f} {name_of(best):18s}")
+        cells.append(f"{figures[best]:6.2f} {over:4.2f} {name_of(best):21s}")
     log.flush()
 
     def shown(name: str) -> str:
@@ -330,6 +316,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two sizes, rank 16, six row counts")
     parser.add_argument("--exhaustive", action="store_true", help="every arrangement that fits")
     parser.add_argument("--seconds", type=float, default=150.0, help="stop starting shapes then")
+    parser.add_argument("--rows", type=int, nargs="+", help="these row counts only")
+    parser.add_argument("--splits", type=int, nargs="+", help="these numbers of splits only")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU", file=sys.stderr)
@@ -337,12 +325,12 @@ def main() -> int:
     begin = time.monotonic()
     sizes = [(3072, 3), (576, 3)] if options.quick else SIZES
     ranks = [16] if options.quick else [16, 32]
-    rows = [1, 4, 16, 64, 256, 2048] if options.quick else ROWS
-    splits = [32] if options.quick else SPLITS
+    rows = options.rows or ([1, 4, 16, 64, 256, 2048] if options.quick else ROWS)
+    splits = options.splits or ([32] if options.quick else SPLITS)
     shapes = [(m, k, s, r) for r in ranks for k, s in sizes for m in rows]
     compile_all(shapes, splits, options.exhaustive)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    columns = " | ".join(f"local:{split:2d} chosen/best best   " for split in splits)
+    columns = " | ".join(f"local:{split:2d} chosen/best best      " for split in splits)
     print(f"    K s   R     M |  empty  floor   vllm  det8/128 | {columns} | best/vllm")
     clock = Clock(replays=7)
     left_out = []

@@ -15,12 +15,14 @@ from fliptrace_kernels import LaunchError, ReductionError, ShrinkInputError
 from fliptrace_kernels.local import (
     Arrangement,
     describe_launch,
+    device,
     partials_only,
     prepare,
     shrink,
     with_partials,
 )
 from fliptrace_kernels.local.arrangements import CANDIDATES
+from fliptrace_kernels.local.calls import launches
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +89,26 @@ def assert_near_exact(result, call, scale):
         assert (apart <= 1e-5 * size).all(), f"slice {index}: {apart.max().item()}"
 
 
+def compile_together(calls, splits, arrangements=(None,), kinds=(0,)):
+    """Compile what calls will start, on all cores at once; one by one takes minutes."""
+    variants = []
+    for x, weights, mapping in calls:
+        out = torch.empty(len(weights), x.shape[0], weights[0].shape[-2], device="cuda")
+        for split in splits:
+            partials = torch.empty(split, *out.shape, device="cuda") if any(kinds) else None
+            for arrangement in arrangements:
+                if arrangement is not None and not arrangement.fits(split):
+                    continue
+                for kind in kinds:
+                    variants += [
+                        kernel.variant
+                        for kernel, _, _ in launches(
+                            x, weights, mapping, split, 1.0, out, partials, arrangement, None, kind
+                        )
+                    ]
+    device.load_all(variants, 0)
+
+
 SHAPES = [
     (1, 576, 16, 3, 0),
     (1, 3072, 16, 1, 0),
@@ -103,23 +125,28 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("splits", [8, 32, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_near_float64(shape, splits, dtype):
-    """Tails, odd K, slices, adapters and odd ranks are all near the exact sum."""
-    rows, size, rank, slices, adapters = shape
-    call = random_call(1, rows, size, rank, slices, dtype, adapters)
-    assert_near_exact(run(*call, splits=splits), call, 0.7)
-
-
 @pytest.mark.parametrize(
-    ("size", "rank", "slices"), [(3072, 16, 3), (576, 8, 1), (1000, 20, 2), (8192, 32, 1)]
+    ("splits", "dtype"),
+    [(8, torch.bfloat16), (32, torch.bfloat16), (32, torch.float16), (64, torch.bfloat16)],
+    ids=str,
 )
+def test_near_float64(splits, dtype):
+    """Tails, odd K, slices, adapters and odd ranks are all near the exact sum."""
+    calls = [
+        random_call(1, rows, size, rank, slices, dtype, adapters)
+        for rows, size, rank, slices, adapters in SHAPES
+    ]
+    compile_together(calls, [splits])
+    for call in calls:
+        assert_near_exact(run(*call, splits=splits), call, 0.7)
+
+
+@pytest.mark.parametrize(("size", "rank", "slices"), [(3072, 16, 3), (1000, 20, 2), (8192, 32, 1)])
 @pytest.mark.parametrize("splits", [16, 32, 64])
 def test_a_row_has_the_same_bits_for_every_number_of_rows(size, rank, slices, splits):
     """Batch-invariance from 1 to 8192 rows, wherever in the batch the row stands."""
     x, weights, _ = random_call(2, 8192, size, rank, slices)
+    prepare(size=size, rank=rank, slices=slices, dtype=x.dtype, splits=splits, mapping=False)
     full = run(x, weights, splits=splits)
     for rows in MANY_ROWS:
         first = (8192 - rows) // 3
@@ -133,6 +160,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(size, rank, slices, sp
 def test_every_arrangement_gives_the_same_bits(size, splits):
     """All layouts of the table, at a number of rows that fills none of them."""
     x, weights, _ = random_call(3, 75, size, 20, 2)
+    compile_together([(x, weights, None)], [splits], [None, *CANDIDATES])
     expected = run(x, weights, splits=splits)
     for arrangement in CANDIDATES:
         if arrangement.fits(splits):
@@ -141,11 +169,17 @@ def test_every_arrangement_gives_the_same_bits(size, splits):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 6, 40, 300])
 @pytest.mark.parametrize("splits", [8, 32, 64])
-def test_totals_are_their_partials_added_in_the_specified_order(rows, splits, dtype):
+def test_totals_are_their_partials_added_in_the_specified_order(splits, dtype):
     """Bit for bit, and keeping the partials changes nothing."""
-    x, weights, _ = random_call(4, rows, 1536, 16, 3, dtype)
+    calls = [random_call(4, rows, 1536, 16, 3, dtype) for rows in (1, 6, 40, 300, 8192)]
+    compile_together(calls, [splits], kinds=(0, 1, 2))
+    for x, weights, _ in calls:
+        check_partials(x, weights, splits)
+
+
+def check_partials(x, weights, splits):
+    rows = x.shape[0]
     out = poisoned(3, rows, 16)
     partials = with_partials(x, weights, None, splits, 0.7, out)
     assert same_bits(out.cpu(), in_order(partials, 0.7))
@@ -183,7 +217,7 @@ def test_neighbours_do_not_matter(rows):
 
 
 @pytest.mark.parametrize("adapters", [1, 2, 7, 64])
-@pytest.mark.parametrize("rows", [1, 5, 33, 700])
+@pytest.mark.parametrize("rows", [1, 33, 4000])
 def test_many_adapters_match_one_at_a_time(rows, adapters):
     """A row's bits are those it has alone with its adapter; -1 gives zeros, beyond gives NaN."""
     x, weights, mapping = random_call(6, rows, 640, 12, 2, adapters=adapters)
@@ -198,7 +232,7 @@ def test_many_adapters_match_one_at_a_time(rows, adapters):
     assert out[:, mapping == adapters].isnan().all()
 
 
-@pytest.mark.parametrize("slices", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize("slices", [1, 4, 5, 9])
 def test_slices(slices):
     """More slices than one launch takes are several launches, and the device counts them."""
     x, weights, _ = random_call(7, 20, 512, 16, slices)
@@ -210,7 +244,7 @@ def test_slices(slices):
     assert counter.item() == -(-slices // 4)
 
 
-@pytest.mark.parametrize("rank", [1, 8, 16, 24, 33, 64, 128, 256, 512])
+@pytest.mark.parametrize("rank", [1, 24, 33, 128, 512])
 def test_ranks(rank):
     """A rank's bits do not depend on how many there are."""
     x, weights, _ = random_call(8, 37, 768, rank, 2)
@@ -357,8 +391,6 @@ def test_first_use(program):
 
 def test_prepare_leaves_nothing_to_compile():
     """After prepare no call of that shape loads a kernel."""
-    from fliptrace_kernels.local import device
-
     ready = prepare(size=1288, rank=16, slices=5, dtype=torch.bfloat16, splits=16)
     assert ready > 0
     before = len(device._loaded)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fliptrace_kernels import ShrinkInputError
 from fliptrace_kernels.local import Arrangement, compilation, device
 from fliptrace_kernels.local.arrangements import CANDIDATES
-from fliptrace_kernels.local.launch import launches
+from fliptrace_kernels.local.calls import launches
 
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("local_on_host.h")
@@ -76,10 +77,11 @@ class Host:
             storage = tensor.untyped_storage()
             addresses += [storage.data_ptr(), storage.data_ptr() + storage.nbytes()]
         ranges = (ctypes.c_uint64 * 16)(*addresses)
-        for variant, grid, arguments in launches(
+        for kernel, grid, arguments in launches(
             x, weights, mapping, splits, scale, out, partials, arrangement, counter, kind
         ):
             device.LAYOUT.pack_into(buffer, 0, *arguments)
+            variant = kernel.variant
             shared = variant.arrangement.shared_bytes(splits)
             failure = self.library(variant).run_on_host(
                 buffer, ranges, *grid, shared, int(backwards)
@@ -290,12 +292,28 @@ def test_loads_one_by_one_give_the_bits_of_wide_loads(host, size):
     aligned_a[:, :size] = weights[0]
     shifted = torch.full((3, size + 6), float("nan"), dtype=torch.bfloat16)
     shifted[:, 3 : 3 + size] = x
-    variants = [v for v, _, _ in launches(shifted[:, 3 : 3 + size], weights, None, 8, 0.7,
+    variants = [kernel.variant for kernel, _, _ in launches(shifted[:, 3 : 3 + size], weights, None, 8, 0.7,
                 torch.empty(1, 3, 4), arrangement=arrangement)]  # fmt: skip
     assert not variants[0].vector
     first = host.run(shifted[:, 3 : 3 + size], weights, arrangement=arrangement)
     second = host.run(aligned, [aligned_a], arrangement=arrangement)
     assert torch.equal(bits(first), bits(second))
+
+
+def test_weights_that_reuse_memory_are_told_apart(host):
+    """The same address with another shape, other strides or other contents is another call."""
+    x, (memory,) = whole_numbers(3, 64, 8, 1)
+    views = [memory, memory[:4], memory[::2], memory[:4], memory.view(2, 4, 64)]
+    layout = Arrangement(4, 2)
+    mapping = torch.tensor([1, 0, 1], dtype=torch.int32)
+    for _ in range(2):
+        for view in views:
+            mapped = mapping if view.ndim == 3 else None
+            out = host.run(x, [view], mapped, scale=1.0, arrangement=layout)
+            assert torch.equal(bits(out), bits(exact(x, [view], mapped)))
+        memory.neg_()
+    with pytest.raises(ShrinkInputError, match="a mapping must say"):
+        host.run(x, [views[-1]], arrangement=layout)
 
 
 def test_strided_outputs_five_slices_and_the_counter(host):
@@ -326,6 +344,6 @@ def test_a_loop_that_is_not_unrolled(host):
     layout = Arrangement(1, 2, token_tiles=2, rank_tiles=1)
     assert not layout.is_unrolled(x.shape[1], 8)
     layouts = [replace(layout, depth=depth) for depth in (1, 2, 8)]
-    for layout in (*layouts, replace(layout, depth=4, turns=2)):
-        out = host.run(x, weights, scale=1.0, arrangement=layout)
+    for tried in (*layouts, replace(layout, depth=4, turns=2)):
+        out = host.run(x, weights, scale=1.0, arrangement=tried)
         assert torch.equal(bits(out), bits(exact(x, weights)))

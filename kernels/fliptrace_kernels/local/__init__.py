@@ -8,8 +8,8 @@ Not here: the public call (`fliptrace_kernels.dispatch`) and the plain-torch spe
 from __future__ import annotations
 
 from fliptrace_kernels.local.arrangements import BLOCK_K, GROUP, SPLITS, Arrangement
+from fliptrace_kernels.local.calls import DEFAULT_SPLITS
 from fliptrace_kernels.local.launch import (
-    DEFAULT_SPLITS,
     describe_launch,
     partials_only,
     prepare,

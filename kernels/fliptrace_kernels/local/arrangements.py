@@ -8,6 +8,7 @@ NVIDIA H200; nothing is tuned at run time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -215,7 +216,7 @@ def choose(*, rows: int, size: int, rank: int, slices: int, splits: int) -> Arra
         slices: slices of this launch, 1 to 4.
         splits: S.
     """
-    step = next((step for step in ROW_STEPS if step >= rows), ROW_STEPS[-1])
+    step = ROW_STEPS[min(bisect_left(ROW_STEPS, rows), len(ROW_STEPS) - 1)]
     return _choose(step, size, rank, slices, splits)
 
 

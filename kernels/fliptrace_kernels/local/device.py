@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -13,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from fliptrace_kernels.errors import LaunchError
-from fliptrace_kernels.local.compilation import Variant, compile_for
+from fliptrace_kernels.local.compilation import Compiled, Variant, compile_for
 
 SLICES_PER_LAUNCH: Final = 4
 
@@ -69,11 +71,30 @@ def loaded(variant: Variant, device: int) -> Loaded:
     found = _loaded.get((variant, device))
     if found is not None:
         return found
+    load_all([variant], device)
+    return _loaded[variant, device]
+
+
+def load_all(variants: Iterable[Variant], device: int) -> None:
+    """Compile and load kernels, several at once.
+
+    Args:
+        variants: the kernels.
+        device: index of the CUDA device, which must be torch's current one.
+
+    Raises:
+        LaunchError: if one cannot be compiled or loaded.
+    """
     with _loading:
-        found = _loaded.get((variant, device))
-        if found is None:
-            found = _loaded[variant, device] = _load(variant, device)
-        return found
+        missing = [v for v in dict.fromkeys(variants) if (v, device) not in _loaded]
+        capability = torch.cuda.get_device_capability(device)
+        if len(missing) > 1:
+            with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+                images = list(pool.map(compile_for, missing, [capability] * len(missing)))
+        else:
+            images = [compile_for(variant, capability) for variant in missing]
+        for variant, image in zip(missing, images, strict=True):
+            _loaded[variant, device] = _load(variant, image, device)
 
 
 def start(
@@ -106,9 +127,8 @@ def start(
         )
 
 
-def _load(variant: Variant, device: int) -> Loaded:
+def _load(variant: Variant, compiled: Compiled, device: int) -> Loaded:
     driver = _driver()
-    compiled = compile_for(variant, torch.cuda.get_device_capability(device))
     torch.cuda.set_device(device)  # a thread new to CUDA has no context yet
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     error, before = driver.cuThreadExchangeStreamCaptureMode(mode)

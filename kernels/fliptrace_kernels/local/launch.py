@@ -1,31 +1,25 @@
-"""Turn a shrink of tensors into launches of `source.cu`."""
+"""The calls of this package: check, then start `source.cu` on the current stream."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fliptrace_kernels.errors import ReductionError, ShrinkInputError
+from fliptrace_kernels.errors import ShrinkInputError
 from fliptrace_kernels.local import compilation, device
-from fliptrace_kernels.local.arrangements import (
-    BLOCK_K,
-    SPLITS,
-    Arrangement,
-    choices,
-    choose,
+from fliptrace_kernels.local.arrangements import BLOCK_K, Arrangement, choices, choose
+from fliptrace_kernels.local.calls import (
+    DEFAULT_SPLITS,
+    WORD,
+    adapters_mode,
+    check_splits,
+    element_of,
+    launches,
 )
 from fliptrace_kernels.local.compilation import Variant
-
-DEFAULT_SPLITS: Final = 32
-"""What `local` alone stands for."""
-
-_ELEMENTS: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
-_BLOCKS_DOWN: Final = 65535  # the most a grid has along y
-_WORD: Final = 8  # elements of one 16-byte load
 
 
 def shrink(
@@ -178,18 +172,17 @@ def prepare(
         ShrinkInputError: if the dtype is not BF16 or FP16.
         LaunchError: if a kernel cannot be compiled or loaded.
     """
-    _check_splits(splits)
-    element = _element(dtype)
-    mode = _mode(adapters, mapping)
+    check_splits(splits)
+    element = element_of(dtype)
+    mode = adapters_mode(adapters, mapping)
     index = torch.cuda.current_device() if index is None else index
     variants = {
-        Variant(size, rank, splits, arrangement, element, mode, size % _WORD == 0)
+        Variant(size, rank, splits, arrangement, element, mode, size % WORD == 0)
         for launched in set(_slices_per_launch(slices))
         for arrangement in choices(size=size, rank=rank, slices=launched, splits=splits)
     }
     with torch.cuda.device(index):
-        for variant in variants:
-            device.loaded(variant, index)
+        device.load_all(variants, index)
     return len(variants)
 
 
@@ -215,11 +208,11 @@ def describe_launch(
         ShrinkInputError: if the dtype is not BF16 or FP16.
         LaunchError: if NVRTC is missing.
     """
-    _check_splits(splits)
+    check_splits(splits)
     rows, size = x_shape
     rank = a_shapes[0][-2]
     adapters = a_shapes[0][0] if len(a_shapes[0]) == 3 else 1
-    mode = _mode(adapters, mapping)
+    mode = adapters_mode(adapters, mapping)
     chosen = [
         (launched, choose(rows=rows, size=size, rank=rank, slices=launched, splits=splits))
         for launched in (_slices_per_launch(len(a_shapes)) if rows else [])
@@ -228,7 +221,7 @@ def describe_launch(
     first = chosen[0][1] if chosen else None
     variant = None
     if first is not None:
-        variant = Variant(size, rank, splits, first, _element(dtype), mode, size % _WORD == 0)
+        variant = Variant(size, rank, splits, first, element_of(dtype), mode, size % WORD == 0)
     return {
         "implementation": "cuda",
         "kernel": variant.kernel if variant else None,
@@ -256,185 +249,28 @@ def _run(
     launch_counter: Tensor | None = None,
     kind: int = compilation.WITHOUT_PARTIALS,
 ) -> None:
-    if not x.is_cuda:
-        raise ShrinkInputError(f"local kernels run on CUDA; x is on {x.device}")
     index = x.get_device()
-    stream = torch.cuda.current_stream(index).cuda_stream
-    with _device_of(index):
-        for variant, grid, arguments in launches(
-            x, a_slices, mapping, splits, scale, out, partials, arrangement, launch_counter, kind
-        ):
-            device.start(device.loaded(variant, index), grid, stream, arguments)
-
-
-def launches(
-    x: Tensor,
-    a_slices: Sequence[Tensor],
-    mapping: Tensor | None,
-    splits: int,
-    scale: float,
-    out: Tensor,
-    partials: Tensor | None = None,
-    arrangement: Arrangement | None = None,
-    launch_counter: Tensor | None = None,
-    kind: int = compilation.WITHOUT_PARTIALS,
-) -> Iterator[tuple[Variant, tuple[int, int, int], tuple[int | float, ...]]]:
-    """Yield what a call starts: kernel, grid and the fields of `device.LAYOUT`.
-
-    Each must be started before the next is asked for, since the memory behind it may go then.
-    Arguments and errors as for `shrink`; the device is not looked at.
-    """
-    _check_splits(splits)
-    element = _element(x.dtype)
-    _check(x, a_slices, mapping, out, launch_counter)
-    rows, size = x.shape
-    if rows == 0:
+    if index < 0:
+        raise ShrinkInputError(f"local kernels run on CUDA; x is on {x.device}")
+    started = launches(
+        x, a_slices, mapping, splits, scale, out, partials, arrangement, launch_counter, kind
+    )
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if index == torch.cuda.current_device():
+        for kernel, grid, arguments in started:
+            device.start(kernel.loaded or kernel.load(index), grid, stream, arguments)
         return
-    first = a_slices[0]
-    rank = first.shape[-2]
-    adapters = first.shape[0] if first.ndim == 3 else 1
-    mode = _mode(adapters, mapping is not None)
-    many = adapters if mode == compilation.MANY_ADAPTERS else 1
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    x_row = size if rows == 1 else x.stride(0)
-    x_vector = size % _WORD == 0 and x.data_ptr() % 16 == 0 and x_row % _WORD == 0
-    for begin in range(0, len(a_slices), device.SLICES_PER_LAUNCH):
-        weights = [
-            a if a.stride(-1) == 1 else a.contiguous()
-            for a in a_slices[begin : begin + device.SLICES_PER_LAUNCH]
-        ]
-        addresses = [a.data_ptr() for a in weights]
-        per_adapter = [a.stride(0) if adapters > 1 else 0 for a in weights]
-        per_rank = [a.stride(-2) if rank > 1 else 0 for a in weights]
-        vector = (
-            x_vector
-            and not any(address % 16 for address in addresses)
-            and not any(stride % _WORD for stride in (*per_adapter, *per_rank))
-        )
-        slices = len(weights)
-        layout = arrangement or choose(
-            rows=rows, size=size, rank=rank, slices=slices, splits=splits
-        )
-        variant = Variant(size, rank, splits, layout, element, mode, vector, kind)
-        unused = [0] * (device.SLICES_PER_LAUNCH - slices)
-        chunk = _BLOCKS_DOWN * layout.tokens
-        for row in range(0, rows, chunk):
-            here = min(chunk, rows - row)
-            yield (
-                variant,
-                layout.grid(here, rank, slices, many),
-                (
-                    x.data_ptr() + x.element_size() * row * x_row,
-                    x_row,
-                    0 if mapping is None else mapping.data_ptr() + 4 * row,
-                    out.data_ptr() + 4 * (begin * out.stride(0) + row * out.stride(1)),
-                    *out.stride(),
-                    *_partials_arguments(partials, begin, row),
-                    0 if launch_counter is None else launch_counter.data_ptr(),
-                    *(*addresses, *unused),
-                    *(*per_adapter, *unused),
-                    *(*per_rank, *unused),
-                    here,
-                    slices,
-                    adapters,
-                    scale,
-                ),
-            )
-
-
-def _partials_arguments(partials: Tensor | None, begin: int, row: int) -> tuple[int, int, int]:
-    if partials is None:
-        return 0, 0, 0
-    offset = begin * partials.stride(1) + row * partials.stride(2)
-    return partials.data_ptr() + 4 * offset, partials.stride(0), partials.stride(1)
+    with torch.cuda.device(index):
+        for kernel, grid, arguments in started:
+            device.start(kernel.loaded or kernel.load(index), grid, stream, arguments)
 
 
 def _empty_partials(x: Tensor, a_slices: Sequence[Tensor], splits: int) -> Tensor:
-    _check_splits(splits)
+    check_splits(splits)
     shape = (splits, len(a_slices), x.shape[0], a_slices[0].shape[-2])
     return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-def _mode(adapters: int, mapping: bool) -> int:
-    if not mapping:
-        return compilation.NO_MAPPING
-    return compilation.ONE_ADAPTER if adapters == 1 else compilation.MANY_ADAPTERS
 
 
 def _slices_per_launch(slices: int) -> list[int]:
     step = device.SLICES_PER_LAUNCH
     return [min(step, slices - i) for i in range(0, slices, step)]
-
-
-def _element(dtype: torch.dtype) -> str:
-    element = _ELEMENTS.get(dtype)
-    if element is None:
-        raise ShrinkInputError(
-            f"local reductions take bfloat16 or float16; got {dtype}. Use deterministic:8"
-        )
-    return element
-
-
-def _check_splits(splits: int) -> None:
-    if splits not in SPLITS:
-        raise ReductionError(
-            f"local takes {', '.join(str(s) for s in SPLITS)} splits; got {splits}. "
-            f"Try: local:{DEFAULT_SPLITS}"
-        )
-
-
-def _check(
-    x: Tensor,
-    a_slices: Sequence[Tensor],
-    mapping: Tensor | None,
-    out: Tensor,
-    launch_counter: Tensor | None,
-) -> None:
-    first = a_slices[0]
-    for a in a_slices:
-        if a.shape != first.shape or a.dtype != x.dtype or a.device != x.device:
-            raise ShrinkInputError(
-                f"every slice must be {list(first.shape)}, {x.dtype} on {x.device}; "
-                f"got {list(a.shape)}, {a.dtype} on {a.device}"
-            )
-    if first.ndim not in (2, 3) or first.shape[-1] != x.shape[1] or first.numel() == 0:
-        raise ShrinkInputError(
-            f"A must be [R, K] or [adapters, R, K] with K = {x.shape[1]}; got {list(first.shape)}"
-        )
-    if mapping is None:
-        if first.ndim == 3 and first.shape[0] != 1:
-            raise ShrinkInputError(
-                f"with {first.shape[0]} adapters a mapping must say which row uses which; got none"
-            )
-    elif (
-        mapping.shape != x.shape[:1]
-        or mapping.dtype != torch.int32
-        or mapping.device != x.device
-        or not mapping.is_contiguous()
-    ):
-        raise ShrinkInputError(
-            f"mapping must be contiguous int32 [{x.shape[0]}] on {x.device}; got "
-            f"{mapping.dtype} {list(mapping.shape)}, strides {mapping.stride()}, on {mapping.device}"
-        )
-    expected = (len(a_slices), x.shape[0], first.shape[-2])
-    if out.shape != expected or out.dtype != torch.float32 or out.device != x.device:
-        raise ShrinkInputError(
-            f"out must be float32 {list(expected)} on {x.device}; "
-            f"got {out.dtype} {list(out.shape)} on {out.device}"
-        )
-    if launch_counter is not None and (
-        launch_counter.dtype != torch.int64
-        or launch_counter.numel() != 1
-        or launch_counter.device != x.device
-    ):
-        raise ShrinkInputError(
-            f"launch_counter must be one int64 on {x.device}; got {launch_counter.dtype} "
-            f"{list(launch_counter.shape)} on {launch_counter.device}"
-        )
-
-
-def _device_of(index: int) -> contextlib.AbstractContextManager[object]:
-    if index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(index)

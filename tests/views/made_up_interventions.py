@@ -7,6 +7,7 @@ import dataclasses
 from fliptrace.judgements import (
     CAVEAT,
     Arm,
+    CachePartNeed,
     Control,
     CoordinateResult,
     DirectionResult,
@@ -202,6 +203,7 @@ def investigation(judgement=Judgement.SUFFICIENT, **changes):
             recipient="reference",
             runs=5,
             one_minimal=True,
+            whole=3,
         ),
         layers=tuple(
             LayerNeed(layer, "reference", layer == 3, layer == 3, 100 * layer) for layer in range(4)
@@ -241,6 +243,17 @@ def investigation(judgement=Judgement.SUFFICIENT, **changes):
         not_covered=("Roots after the first 3 were not tried: the budget ended.",),
         environment={"engine": {"name": "transformers"}},
         environment_differences=(("environment.processor", "AMD EPYC", "Other"),),
+        all_roots=(screening("reference", Judgement.SUFFICIENT), screening("candidate")),
+        cache_parts=(CachePartNeed("keys", (2, 3), "reference", True, False, 510),),
+        sentences=(
+            "One coordinate alone flips the token, in both directions (31 runs).",
+            "Layer 2 mlp.up_proj: 0.010345458984375 in the reference, 0.010345457121729851 in the candidate.",
+            "Proof, reference with the candidate's: sufficient; 3 of 20 shams flip too.",
+            "The past decided: the cache gives its own token whichever shrinks follow.",
+            CAVEAT,
+        )
+        if best
+        else (),
     )
     return dataclasses.replace(value, **changes)
 
@@ -263,7 +276,8 @@ def hostile_report(corpus):
         if isinstance(value, tuple):
             return tuple(spoil(item) for item in value)
         if dataclasses.is_dataclass(value):
-            kept = {"recipient", "donor", "which", "between", "decided_by", "site", "fate", "unit"}
+            kinds = {"recipient", "donor", "which", "between", "decided_by", "fate", "unit", "part"}
+            kept = {*kinds, "site"}
             return dataclasses.replace(
                 value,
                 **{

@@ -251,7 +251,7 @@ class TriedRow:
 
     Attributes:
         name: where it is.
-        detail: for a root its surviving coordinates; for a coordinate its two values.
+        detail: for a root its surviving coordinates and its fate; for a coordinate its two values.
         outcomes: (direction, judgement in words, token) per direction that was run.
         proved: the judgement of the proof, "" where it was only screened.
         kind: ``sufficient``, ``changes``, ``not_sufficient``, ``not_applicable`` or ``void``: the best of the outcomes.
@@ -267,7 +267,11 @@ class TriedRow:
 def root_rows(roots: Sequence[RootResult]) -> tuple[TriedRow, ...]:
     """List the roots that were tried, each with its judgement."""
     return tuple(
-        _tried(root, visible(root.name), count(root.surviving, "surviving coordinate"))
+        _tried(
+            root,
+            visible(root.name),
+            f"{count(root.surviving, 'surviving coordinate')}, {visible(root.fate)}",
+        )
         for root in roots
     )
 

@@ -55,9 +55,7 @@ def investigation_html(found: Investigation) -> str:
     parts = [
         f"<p><strong>{escape(words.headline(report))}</strong></p>",
         _listed((words.judged_sentence(found), words.effort_sentence(found))),
-        _folded(
-            "What was found and tried", _listed(words.story_sentences(report)[1:]), opened=True
-        ),
+        _folded("What was found", _listed(words.found_sentences(found)), opened=True),
     ]
     if found.two_by_two is not None:
         parts.append(_folded("Past or present", _square(found.two_by_two)))
@@ -136,7 +134,7 @@ def _square(square: TwoByTwo) -> str:
         for cache, cells in two_by_two_cells(square)
     ]
     heads = ("", "shrinks: reference", "shrinks: candidate")
-    return _table(heads, rows) + _listed((words.square_sentence(square),))
+    return _table(heads, rows)
 
 
 def _roots(found: Investigation) -> str:

@@ -28,12 +28,19 @@ from fliptrace.views.interventions_figures import (
     margins_figure,
 )
 from fliptrace.views.texts import common_length
-from fliptrace.views.wording import brief, exact, plain
+from fliptrace.views.wording import brief, exact, listed, plain
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from fliptrace.judgements import CoordinateResult, LayerNeed, TwoByTwo
+    from fliptrace.judgements import (
+        CachePartNeed,
+        CoordinateResult,
+        LayerNeed,
+        MinimalSet,
+        Screening,
+        TwoByTwo,
+    )
 
 #: Rows of a table of roots or coordinates; the rest is counted, and all are in report.json.
 TABLE_ROWS = 200
@@ -84,7 +91,7 @@ def _investigation(found: Investigation, dtype: str) -> dict[str, Any]:
     return {
         "judged": words.judged_sentence(found),
         "effort": words.effort_sentence(found),
-        "reconstruction_sentence": words.reconstruction_sentence(found),
+        "sentences": words.found_sentences(found),
         "reconstruction": [
             {
                 "which": item.which,
@@ -94,21 +101,21 @@ def _investigation(found: Investigation, dtype: str) -> dict[str, Any]:
             }
             for item in found.reconstruction
         ],
-        "roots_sentence": words.roots_sentence(found),
         "roots": roots[:TABLE_ROWS],
         "roots_left_out": max(0, len(roots) - TABLE_ROWS),
         "coordinates": coordinates[:TABLE_ROWS],
         "coordinates_left_out": max(0, len(coordinates) - TABLE_ROWS),
         "cause": _cause_rows(found, dtype),
-        "minimal_set": _minimal_set(found),
+        "sets": [
+            _set(smallest)
+            for smallest in (found.minimal_set, found.coordinate_set)
+            if smallest is not None
+        ],
         "square": _square(found.two_by_two, found) if found.two_by_two is not None else None,
         "layers": [_layer(layer) for layer in found.layers],
-        "layer_sentences": words.layer_sentences(found.layers),
-        "first_cache_step": words.first_step_sentence(found.first_cache_step)
-        if found.first_cache_step is not None
-        else None,
+        "cache_parts": [_part(part) for part in found.cache_parts],
         "texts": continuation_texts(found.continuations),
-        "answer_sentence": words.answer_sentence(found.continuations),
+        "together": [_together(screening) for screening in found.all_roots],
         "environment": [
             {"key": visible(key), "recorded": shown(_leaf(before)), "now": shown(_leaf(now))}
             for key, before, now in found.environment_differences
@@ -229,20 +236,31 @@ def _cause_rows(found: Investigation, dtype: str) -> dict[str, Any] | None:
     }
 
 
-def _minimal_set(found: Investigation) -> dict[str, Any] | None:
-    smallest = found.minimal_set
-    if smallest is None:
-        return None
+def _set(smallest: MinimalSet) -> dict[str, Any]:
     return {
-        "sentence": words.minimal_set_sentence(found),
+        "unit": visible(smallest.unit),
+        "recipient": smallest.recipient,
+        "whole": smallest.whole,
+        "minimal": "yes" if smallest.one_minimal else "the budget ended before it was shown",
+        "between": visible(smallest.between),
+        "runs": smallest.runs,
         "names": [visible(name) for name in smallest.names],
+    }
+
+
+def _together(screening: Screening) -> dict[str, Any]:
+    arm = screening.edited
+    return {
+        "direction": direction_name(screening.recipient, screening.donor),
+        "judgement": judged(screening.judgement),
+        "token": "" if arm is None else token_name(arm.token_id, arm.token_text),
+        "reasons": [stopped(reason) for reason in screening.reasons],
     }
 
 
 def _square(square: TwoByTwo, found: Investigation) -> dict[str, Any]:
     tokens = {found.reference_token[0]: "reference", found.candidate_token[0]: "candidate"}
     return {
-        "sentence": words.square_sentence(square),
         "rows": [
             {
                 "cache": cache,
@@ -264,14 +282,25 @@ def _square(square: TwoByTwo, found: Investigation) -> dict[str, Any]:
 
 
 def _layer(layer: LayerNeed) -> dict[str, Any]:
+    return _need(layer, f"layer {layer.layer}")
+
+
+def _part(part: CachePartNeed) -> dict[str, Any]:
+    layers = listed([f"{layer}" for layer in part.layers])
+    return _need(
+        part, f"{visible(part.part)} of layer{'s' if len(part.layers) > 1 else ''} {layers}"
+    )
+
+
+def _need(need: LayerNeed | CachePartNeed, name: str) -> dict[str, Any]:
     answers = {True: "yes", False: "no", None: "not run"}
     return {
-        "recipient": layer.recipient,
-        "layer": layer.layer,
-        "alone": answers[layer.sufficient_alone],
-        "needed": answers[layer.needed],
-        "differing": f"{layer.differing_elements:,}",
-        "kind": "sufficient" if layer.sufficient_alone else "",
+        "recipient": need.recipient,
+        "name": name,
+        "alone": answers[need.sufficient_alone],
+        "needed": answers[need.needed],
+        "differing": f"{need.differing_elements:,}",
+        "kind": "sufficient" if need.sufficient_alone else "",
     }
 
 

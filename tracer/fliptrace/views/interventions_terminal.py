@@ -76,35 +76,12 @@ def _lines(report: InterventionReport) -> list[_Line]:
     if found is not None:
         told = [words.judged_sentence(found), words.effort_sentence(found)]
         lines += _passage("What was judged", told)
-        if found.best_coordinate is not None:
-            cause = [words.coordinate_sentence(found.best_coordinate)]
-            if found.best_coordinate.verdict is not None:
-                cause += words.specificity_sentences(found.best_coordinate.verdict)
-            lines += _passage("The cause", cause)
+        lines += _passage("What was found", words.found_sentences(found))
     lines += _arms(report)
-    if found is not None:
-        lines += _passage("The whole story", _story(report))
     gaps = words.gaps(report)
     if gaps:
         lines += _passage("What was not covered", _some(gaps))
     return [*lines, *_passage("How far this goes", [CAVEAT])]
-
-
-def _story(report: InterventionReport) -> list[str]:
-    """The sentences that neither the headline, the cause nor the table of arms has told."""
-    found = report.investigation
-    if found is None:
-        return []
-    sentences = [words.reconstruction_sentence(found), words.roots_sentence(found)]
-    if found.minimal_set is not None:
-        sentences.append(words.minimal_set_sentence(found))
-    if found.two_by_two is not None:
-        sentences.append(words.square_sentence(found.two_by_two))
-    sentences += words.layer_sentences(found.layers)
-    if found.first_cache_step is not None:
-        sentences.append(words.first_step_sentence(found.first_cache_step))
-    answers = words.answer_sentence(found.continuations)
-    return [*sentences, *([answers] if answers else [])]
 
 
 def _arms(report: InterventionReport) -> list[_Line]:

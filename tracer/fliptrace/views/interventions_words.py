@@ -25,12 +25,10 @@ from fliptrace.views.interventions import (
     token_name,
     whose,
 )
-from fliptrace.views.wording import capitalised, count, exact, generated_name, listed, verb
+from fliptrace.views.wording import capitalised, count, generated_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from fliptrace.judgements import FirstCacheStep, LayerNeed, TwoByTwo
 
 
 def headline(report: InterventionReport) -> str:
@@ -68,64 +66,29 @@ def _proved(coordinate: CoordinateResult) -> bool:
 
 
 def story_sentences(report: InterventionReport) -> tuple[str, ...]:
-    """Tell what was found and what was tried: the cause first, then the experiment in its order, the caveat last."""
-    sentences = [headline(report)]
-    if report.investigation is not None:
-        sentences += _investigation(report.investigation)
-        sentences += [claim_sentence(claim.verdict) for claim in report.claims]
+    """Tell what was found, the most informative first, and the caveat last."""
+    found = report.investigation
+    sentences = list(found_sentences(found)) if found is not None else []
     for claim in report.claims:
+        sentences.append(claim_sentence(claim.verdict))
         answers = answer_sentence(claim.continuations)
         sentences += [answers] if answers else []
-    return (*sentences, CAVEAT)
+    told = sentences if found is not None or len(report.claims) > 1 else sentences[1:]
+    return (headline(report), *told, CAVEAT)
+
+
+def found_sentences(found: Investigation) -> tuple[str, ...]:
+    """Return an investigation's own sentences, without its headline and the caveat that ends every story."""
+    headlines = (found.sentence.rstrip("."), CAVEAT)
+    return tuple(
+        stopped(sentence) for sentence in found.sentences if not sentence.startswith(headlines)
+    )
 
 
 def leading(report: InterventionReport) -> int:
     """Count the sentences of story_sentences that a first screen needs: the verdict, and the cause with its values."""
     found = report.investigation
     return 2 if found is not None and found.best_coordinate is not None else 1
-
-
-def _investigation(found: Investigation) -> list[str]:
-    sentences = []
-    if found.best_coordinate is not None:
-        sentences.append(coordinate_sentence(found.best_coordinate))
-        if found.best_coordinate.verdict is not None:
-            sentences += specificity_sentences(found.best_coordinate.verdict)
-    sentences.append(reconstruction_sentence(found))
-    if found.cache_substitution is not None:
-        sentences.append(claim_sentence(found.cache_substitution))
-    sentences.append(roots_sentence(found))
-    if found.minimal_set is not None:
-        sentences.append(minimal_set_sentence(found))
-    if found.two_by_two is not None:
-        sentences.append(square_sentence(found.two_by_two))
-    sentences += layer_sentences(found.layers)
-    if found.first_cache_step is not None:
-        sentences.append(first_step_sentence(found.first_cache_step))
-    answers = answer_sentence(found.continuations)
-    return [*sentences, *([answers] if answers else [])]
-
-
-def reconstruction_sentence(found: Investigation) -> str:
-    """Say whether both recordings could be replayed bit by bit."""
-    failed = [item for item in found.reconstruction if not item.equal]
-    if not found.reconstruction:
-        return "Neither recording was reconstructed."
-    if failed:
-        where = listed(
-            [
-                f"the {item.which} from {said(item.first_mismatch or 'an unknown place')}"
-                for item in failed
-            ]
-        )
-        return f"Reconstruction failed: replayed from token ids and shrinks alone, {where} has other bits."
-    steps = max(item.steps for item in found.reconstruction)
-    return (
-        f"Reconstruction: replayed from an empty cache by token ids and shrinks alone, "
-        f"{listed([item.which for item in found.reconstruction])} "
-        f"{verb(len(found.reconstruction), 'agree')} with the record in every K/V row and all logits, bit by bit, "
-        f"through {count(steps, 'step')}."
-    )
 
 
 def claim_sentence(verdict: Verdict) -> str:
@@ -157,112 +120,6 @@ def direction_words(result: DirectionResult) -> str:
             "the another token", "another token"
         )
     )
-
-
-def roots_sentence(found: Investigation) -> str:
-    """Count the roots, those that were tried, and those that are enough alone."""
-    tried = len(found.roots)
-    enough = sum(
-        any(screening.gives_donor_token for screening in root.screenings) for root in found.roots
-    )
-    alone = sum(
-        any(screening.gives_donor_token for screening in coordinate.screenings)
-        for coordinate in found.coordinates
-    )
-    return (
-        f"Of {count(found.roots_in_pair, 'surviving root row')} {tried:,} {verb_was(tried)} tried, substituted whole "
-        f"one by one: {enough:,} {'gives' if enough == 1 else 'give'} the donor's token in some direction. "
-        f"Of {count(len(found.coordinates), 'single coordinate')} tried, {alone:,} "
-        f"{'does' if alone == 1 else 'do'}."
-    )
-
-
-def verb_was(number: int) -> str:
-    """Return ``was`` for one, ``were`` for more."""
-    return "was" if number == 1 else "were"
-
-
-def coordinate_sentence(coordinate: CoordinateResult) -> str:
-    """Name the best coordinate with its values, the boundary and the rounded values."""
-    boundary = (
-        f"; the rounding boundary between them is {exact(coordinate.boundary)}"
-        if coordinate.boundary is not None
-        else ""
-    )
-    return (
-        f"The best single coordinate: {visible(coordinate.name)}. FP32 values: reference "
-        f"{exact(coordinate.reference)} ({visible(coordinate.reference_bits)}), candidate "
-        f"{exact(coordinate.candidate)} ({visible(coordinate.candidate_bits)}){boundary}."
-    )
-
-
-def specificity_sentences(verdict: Verdict) -> list[str]:
-    """Say, per direction, what other coordinates of the record do when pushed as far."""
-    return [
-        f"Specificity, {direction_name(result.recipient, result.donor)}: "
-        f"{stopped(result.specificity.sentence)}"
-        for result in verdict.directions
-        if result.specificity is not None
-    ]
-
-
-def minimal_set_sentence(found: Investigation) -> str:
-    """Say how many edits flip the token together, and whether each is needed among them."""
-    smallest = found.minimal_set
-    if smallest is None:
-        return "No set of root rows was found that flips the token."
-    if not smallest.one_minimal:
-        need = "; the budget ended before every single removal was tried"
-    elif len(smallest.edits) == 1:
-        need = " alone"
-    else:
-        need = (
-            "; leaving out any one of them no longer flips it (1-minimal: neither the smallest such set nor the only "
-            "one need be found)"
-        )
-    names = listed([visible(name) for name in smallest.names[:4]])
-    more = f" and {len(smallest.names) - 4} more" if len(smallest.names) > 4 else ""
-    return (
-        f"Minimal set, in the {smallest.recipient}'s execution: {count(len(smallest.edits), 'edit')} "
-        f"{'flips' if len(smallest.edits) == 1 else 'flip together'} the token, {need}: {names}{more}. It took "
-        f"{count(smallest.runs, 'run')}."
-    )
-
-
-def layer_sentences(layers: Sequence[LayerNeed]) -> list[str]:
-    """Say, per direction, which layers' cache suffices alone and which is needed."""
-    sentences = []
-    for recipient in dict.fromkeys(layer.recipient for layer in layers):
-        of_one = [layer for layer in layers if layer.recipient == recipient]
-        alone = [f"{layer.layer}" for layer in of_one if layer.sufficient_alone]
-        needed = [f"{layer.layer}" for layer in of_one if layer.needed]
-        not_run = sum(layer.sufficient_alone is None and layer.needed is None for layer in of_one)
-        gap = f" ({count(not_run, 'layer')} not run)" if not_run else ""
-        sentences.append(
-            f"Cache by layer, in the {recipient}'s execution: alone "
-            f"{_layers(alone, 'suffices', 'suffice')}; needed {_layers(needed, 'is', 'are')}{gap}."
-        )
-    return sentences
-
-
-def _layers(names: list[str], one: str, more: str) -> str:
-    if not names:
-        return f"no layer {one}" if one != "is" else "is none"
-    if one == "is":
-        return f"{one if len(names) == 1 else more} layer{'s' if len(names) > 1 else ''} {listed(names)}"
-    return (
-        f"layer{'s' if len(names) > 1 else ''} {listed(names)} {one if len(names) == 1 else more}"
-    )
-
-
-def square_sentence(square: TwoByTwo) -> str:
-    """Say whether the past or the present decided."""
-    return f"Cache × shrinks of the judged step: {stopped(square.sentence)}"
-
-
-def first_step_sentence(first: FirstCacheStep) -> str:
-    """Say since when the caches alone flip the token."""
-    return f"In the {first.recipient}'s execution: {stopped(first.sentence)}"
 
 
 def answer_sentence(continuations: Sequence[Arm]) -> str:

@@ -1,13 +1,14 @@
 """Run one arm: restore or recompute the recipient's state, put the edits in, continue, and keep the evidence.
 
-An arm may stop early when, after a step, the residual stream of all rows, every cache row written since the edit, and
-the logits are bit-equal to the unedited arm's: the same weights then see the same state and the same tokens, so all the
-rest is equal by construction.
+An arm may stop early when, after a step, the residual stream of all rows, every cache row written since its start, and
+the logits are bit-equal to those of an unedited arm from the same start: the same weights then see the same state and
+the same tokens, so all the rest is equal by construction. An edited arm is compared with its own unedited arm only; an
+unedited arm with those that ran before it, which hand over recorded shrinks up to another place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,7 +104,7 @@ def run_arm(
     engine: Engine,
     plan: Plan,
     settings: ArmSettings,
-    unedited: ArmRun | None = None,
+    known: Sequence[ArmRun] = (),
 ) -> ArmRun:
     """Run an arm once. The caller has chosen the reduction.
 
@@ -111,7 +112,7 @@ def run_arm(
         engine: where it runs; its cache is used.
         plan: what to do.
         settings: how to continue.
-        unedited: the unedited arm under the same settings, to stop early by; None: run to the end.
+        known: unedited arms from the same start under the same settings, to stop early by; none: run to the end.
 
     Returns:
         What it showed. Whatever fails inside is raised; the engine's interceptor and audit are taken off first.
@@ -120,7 +121,7 @@ def run_arm(
     audit = ArmAudit()
     handover = Handover(engine, plan)
     with engine.audited(audit), engine.intercepted(handover):
-        _Continuation(engine, settings, audit, handover, run, unedited).go()
+        _Continuation(engine, settings, audit, handover, run, known).go()
     return run
 
 
@@ -200,11 +201,11 @@ class _Continuation:
         audit: ArmAudit,
         handover: Handover,
         run: ArmRun,
-        unedited: ArmRun | None,
+        known: Sequence[ArmRun],
     ) -> None:
         self.engine, self.settings, self.audit, self.handover = engine, settings, audit, handover
         self.run, self.plan = run, run.plan
-        self.unedited = unedited
+        self.known = () if self.plan.changes_cache else known
         self.last_step = max(settings.last_step, run.plan.target)
         if not settings.to_end:
             self.last_step = run.plan.target
@@ -227,8 +228,9 @@ class _Continuation:
                 run.rows[step] = arrived.rows
             token = self._next_token(step, choice)
             run.fed.append(token)
-            if self._equal_from_here(step):
-                self._take_the_rest(step)
+            other = self._same_from_here(step)
+            if other is not None:
+                self._take_the_rest(step, other)
                 return
             if self.settings.free and token in self.settings.end_ids:
                 run.stop_reason = "end of sequence"
@@ -361,25 +363,25 @@ class _Continuation:
                 if (at, site) == self.plan.strict_operand:
                     self.run.wrong_operand = name
 
-    def _equal_from_here(self, step: int) -> bool:
-        """Tell whether everything after this step is the unedited arm's by construction."""
-        plan, other = self.plan, self.unedited
-        if other is None or plan.changes_cache or step < plan.last_edited_step:
-            return False
-        done = step - plan.start + 1
-        if len(other.states) < done:
-            return False
-        ours, theirs = self.run.states, other.states
-        return all(ours[place].is_equal(theirs[place]) for place in range(done)) and (
-            self.run.fed == other.fed[:done]
-        )
+    def _same_from_here(self, step: int) -> ArmRun | None:
+        """Return a known arm whose continuation after this step is this one's by construction."""
+        run, done = self.run, step - self.plan.start + 1
+        if step < self.plan.last_planned_step:
+            return None
+        for other in self.known:
+            if (
+                len(other.states) >= done
+                and other.plan.last_planned_step <= step
+                and not other.plan.changes_cache
+                and other.fed[:done] == run.fed
+                and all(map(StepState.is_equal, run.states, other.states))
+            ):
+                return other
+        return None
 
-    def _take_the_rest(self, step: int) -> None:
-        """The rest is the unedited arm's."""
-        run, other = self.run, self.unedited
-        if other is None:
-            return
-        done = step - self.plan.start + 1
+    def _take_the_rest(self, step: int, other: ArmRun) -> None:
+        """Take what another arm showed after a step."""
+        run, done = self.run, step - self.plan.start + 1
         run.choices += other.choices[done:]
         run.states += other.states[done:]
         run.fed += other.fed[done:]

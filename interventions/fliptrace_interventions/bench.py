@@ -12,14 +12,14 @@ from typing import Any
 from fliptrace.capture.engine import Engine
 from fliptrace.judgements import Arm, Reconstruction
 from fliptrace_interventions.arms import ArmRun, ArmSettings, run_arm
-from fliptrace_interventions.judging import Evidence
+from fliptrace_interventions.judging import Evidence, void_reasons
 from fliptrace_interventions.outcomes import same_answer
 from fliptrace_interventions.plans import Plan
 from fliptrace_interventions.reconstruction import reconstruct
 from fliptrace_interventions.recorded import RecordedExecution
 
 #: How many unedited arms are remembered; the least recently used one is run again when needed.
-UNEDITED_KEPT = 128
+UNEDITED_KEPT = 512
 
 #: A forced arm that ends at the target step: the plain case.
 FORCED = ArmSettings()
@@ -56,7 +56,7 @@ class Bench:
         self.expected_answer = expected_answer
         self.runs = 0
         self.forwards = 0
-        self._unedited: OrderedDict[tuple[Any, ...], list[ArmRun]] = OrderedDict()
+        self._unedited: OrderedDict[tuple[Any, ArmSettings], list[ArmRun]] = OrderedDict()
         self._reconstructions: dict[tuple[str, int], Reconstruction] = {}
 
     @contextlib.contextmanager
@@ -87,10 +87,10 @@ class Bench:
         )
 
     def run(
-        self, plan: Plan, settings: ArmSettings = FORCED, unedited: ArmRun | None = None
+        self, plan: Plan, settings: ArmSettings = FORCED, known: Sequence[ArmRun] = ()
     ) -> ArmRun:
-        """Run one arm once; with an unedited arm it may stop early."""
-        found = run_arm(self.engine, plan, settings, unedited if self._may_stop_early else None)
+        """Run one arm once; with unedited arms that are known it may stop early."""
+        found = run_arm(self.engine, plan, settings, known if self._may_stop_early else ())
         self.runs += 1
         self.forwards += found.forwards
         return found
@@ -101,36 +101,53 @@ class Bench:
         return self.repeatable_by_construction or self.schedule_seed is not None
 
     def unedited(self, plan: Plan, settings: ArmSettings, repeats: int) -> list[ArmRun]:
-        """Return runs of the unedited arm that belongs to a plan, as many as asked for; run what is missing."""
+        """Return runs of the unedited arm that belongs to a plan, as many as asked for; run what is missing.
+
+        The first run may stop where it meets an unedited arm that ran before; repeats run to their end.
+        """
         own = plan.unedited()
-        key = (*own.key(), dataclasses.astuple(settings))
-        found = self._unedited.setdefault(key, [])
-        self._unedited.move_to_end(key)
+        key = (own.key(), settings)
+        found = self._unedited.get(key, [])
         while len(found) < repeats:
-            found.append(self.run(own, settings))
+            found.append(self.run(own, settings, () if found else self._known(own, settings)))
+        self._unedited[key] = found
+        self._unedited.move_to_end(key)
         while len(self._unedited) > UNEDITED_KEPT:
             self._unedited.popitem(last=False)
         return found[:repeats]
 
+    def _known(self, plan: Plan, settings: ArmSettings) -> list[ArmRun]:
+        """List remembered unedited arms that start from the same state: one step, one cache (none before step 0)."""
+        return [
+            runs[0]
+            for (_, others), runs in self._unedited.items()
+            if others == settings
+            and runs[0].plan.start == plan.start
+            and runs[0].plan.target == plan.target
+            and (plan.start == 0 or runs[0].plan.recipient is plan.recipient)
+        ]
+
     def repeated(
-        self, plan: Plan, settings: ArmSettings, unedited: ArmRun | None, repeats: int
+        self, plan: Plan, settings: ArmSettings, known: Sequence[ArmRun], repeats: int
     ) -> list[ArmRun]:
         """Run an arm several times."""
-        return [self.run(plan, settings, unedited) for _ in range(repeats)]
+        return [self.run(plan, settings, known) for _ in range(repeats)]
 
     def screened(
         self, evidence: Evidence, plan: Plan, reconstructions: tuple[Reconstruction, ...]
     ) -> Evidence:
-        """Run the pair of arms of a screening."""
+        """Run the pair of arms of a screening; the edited one only where the unedited one does not void it."""
         evidence = dataclasses.replace(evidence, reconstructions=reconstructions)
         if not all(found.equal and found.restored_start for found in reconstructions):
             return evidence
         repeats = self.screening_repeats
         unedited = self.unedited(plan, FORCED, repeats)
-        edited = self.repeated(plan, FORCED, unedited[0], repeats)
+        evidence = dataclasses.replace(evidence, unedited=self.arm("unedited", unedited))
+        if void_reasons(evidence):
+            return evidence
+        edited = self.repeated(plan, FORCED, unedited[:1], repeats)
         return dataclasses.replace(
             evidence,
-            unedited=self.arm("unedited", unedited),
             edited=self.arm("edited", edited),
             wrong_operand=edited[0].wrong_operand,
             trace_changes=(

@@ -59,10 +59,15 @@ def judge(evidence: Evidence) -> tuple[Judgement, tuple[str, ...]]:
     """
     if evidence.not_applicable:
         return Judgement.NOT_APPLICABLE, evidence.not_applicable
-    voids = tuple(reason for guard in GUARDS for reason in guard(evidence))
+    voids = void_reasons(evidence)
     if voids:
         return Judgement.VOID, voids
     return _judge_tokens(evidence)
+
+
+def void_reasons(evidence: Evidence) -> tuple[str, ...]:
+    """Return what the guards say of the evidence so far; none when nothing voids it."""
+    return tuple(reason for guard in GUARDS for reason in guard(evidence))
 
 
 def _judge_tokens(evidence: Evidence) -> tuple[Judgement, tuple[str, ...]]:

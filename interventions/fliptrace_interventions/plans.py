@@ -166,10 +166,12 @@ class Plan:
         )
 
     @property
-    def last_edited_step(self) -> int:
-        """The last step whose computation the edits enter directly."""
+    def last_planned_step(self) -> int:
+        """The last step that is not simply computed: after it, equal states have equal continuations."""
         fed = [step + 1 for step in self.tokens]
-        return max([self.start, *(step for step, _ in self.patches), *self.replays, *fed])
+        recorded = [] if self.recorded_until is None else [self.recorded_until[0]]
+        edited = [step for step, _ in self.patches]
+        return max([self.start, *recorded, *edited, *self.cache_patches, *self.replays, *fed])
 
     def with_patches(self, patches: Mapping[Place, tuple[ShrinkPatch, ...]]) -> Plan:
         """Return the plan with other patches in the place of its own: a sham."""

@@ -66,8 +66,8 @@ def prove_direction(
     unedited = bench.unedited(plan, FORCED, bench.repeats - 1)
     with_rows = dataclasses.replace(FORCED, keep_rows=True)
     own_rows = bench.run(plan.unedited(), with_rows)
-    edited = bench.repeated(plan, FORCED, unedited[0], bench.repeats - 1)
-    edited.append(bench.run(plan, with_rows, unedited[0]))
+    edited = bench.repeated(plan, FORCED, unedited[:1], bench.repeats - 1)
+    edited.append(bench.run(plan, with_rows, unedited[:1]))
     evidence = dataclasses.replace(
         evidence,
         unedited=bench.arm("unedited", [*unedited, own_rows]),
@@ -90,7 +90,7 @@ def _free_arms(bench: Bench, plan: Plan, extent: Extent) -> tuple[Arm, ...]:
     """Run the unedited and the edited arm without forced tokens, up to the target step."""
     settings = ArmSettings(free=True, end_ids=extent.end_ids)
     unedited = bench.unedited(plan, settings, bench.repeats)
-    edited = bench.repeated(plan, settings, unedited[0], bench.repeats)
+    edited = bench.repeated(plan, settings, unedited[:1], bench.repeats)
     return bench.arm("unedited, free", unedited), bench.arm("edited, free", edited)
 
 
@@ -98,7 +98,7 @@ def _controls(
     bench: Bench, plan: Plan, evidence: Evidence, unedited: ArmRun, extent: Extent
 ) -> tuple[tuple[Control, ...], Specificity | None]:
     def run(sham: Plan) -> ArmRun:
-        return bench.run(sham, FORCED, unedited)
+        return bench.run(sham, FORCED, (unedited,))
 
     cause = cause_of(plan, bench.engine)
     controls = [

@@ -285,7 +285,7 @@ class Workbench:
             free=True, to_end=True, end_ids=self._end_ids, last_step=self._last_step
         )
         with self._bench.continuing():
-            runs = self._bench.repeated(plan, settings, None, self.repeats)
+            runs = self._bench.repeated(plan, settings, (), self.repeats)
         name = "unedited, free" if unedited or not edits else "edited, free"
         return self._bench.arm(name, runs, told=True)
 

@@ -293,6 +293,35 @@ def test_stopping_early_changes_no_result(plant, monkeypatch):
     assert stopped
 
 
+def test_unedited_arms_stop_where_they_meet(noisy, llama, monkeypatch):
+    """Arms that hand over recorded shrinks up to different sites mostly meet after their step; results are the same."""
+    step = first_flip_free_step(noisy)
+    met = 0
+    edits = [
+        ShrinkEdit(llama.sites[site].path, at, value=GivenValue.of(0.5))
+        for at in (0, 1)
+        for site in (2, 9, 14, 20)
+    ]
+    workbench, alone = (Workbench(noisy, llama, target=step) for _ in range(2))
+    for recipient in ("reference", "candidate"):
+        for edit in edits:
+            found = workbench.screen([edit], recipient)
+            with monkeypatch.context() as patch:
+                patch.setattr(Bench, "_known", lambda *_: [])
+                expected = alone.screen([edit], recipient)
+            met += found.unedited.stopped_early_at is not None
+            assert expected.unedited.stopped_early_at is None
+            assert found.judgement is expected.judgement
+            for ours, theirs in (
+                (found.unedited, expected.unedited),
+                (found.edited, expected.edited),
+            ):
+                assert ours.token_ids == theirs.token_ids
+                assert ours.logits_digest == theirs.logits_digest
+    assert met >= 4
+    assert workbench.forwards < alone.forwards
+
+
 def test_an_unequal_residual_keeps_an_arm_going(plant, monkeypatch):
     """The stop needs residual, cache rows and logits: a state that was never reported is not equal."""
     from fliptrace_interventions import audit

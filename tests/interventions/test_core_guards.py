@@ -171,7 +171,7 @@ def test_a_reduction_that_does_not_repeat(load, planting, tiny, tmp_path, monkey
     monkeypatch.setattr(bench, "run_arm", hardware_like)
     workbench = Workbench(pair, engine, **allowed, repeats=3)
     found = workbench.screen(edits)
-    assert not found.edited.repeatable
+    assert not found.unedited.repeatable
     assert found.judgement is Judgement.VOID
     assert "not bit-equal under atomic:8/32" in " ".join(found.reasons)
     without(judging.repeats_equal)

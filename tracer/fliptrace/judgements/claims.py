@@ -59,8 +59,8 @@ class Arm(Value):
         logits_digest: of the whole logits row at the target step.
         repeats: how often it ran; repeatable: tokens and logits digests of every step were bit-equal in all of them.
         forwards: forward passes of one repeat.
-        stopped_early_at: the step after which its state was bit-equal to the unedited arm's, so that the rest is equal
-            by construction; None: it ran to its end.
+        stopped_early_at: the step after which its state was bit-equal to the unedited arm's (an unedited arm's: to that
+            of another one from the same start), so that the rest is equal by construction; None: it ran to its end.
         receipts: one per edited place, of the first repeat that fails, else of the first.
         changed_operands: sites at which the shrink's operand was not the recorded one although the recorded shrink, or
             the edit, was handed over; named, in execution order.

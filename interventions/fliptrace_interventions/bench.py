@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from fliptrace.capture.engine import Engine
 from fliptrace.judgements import Arm, Reconstruction
 from fliptrace_interventions.arms import ArmRun, ArmSettings, run_arm
@@ -62,7 +64,11 @@ class Bench:
     @contextlib.contextmanager
     def continuing(self) -> Iterator[None]:
         """Sum under the continuations' reduction while inside."""
-        with self.engine.reducing(self.reduction, self.schedule_seed):
+        # A caller's inference mode would make tensors without the version counters that operands are told by.
+        with (
+            torch.inference_mode(False),
+            self.engine.reducing(self.reduction, self.schedule_seed),
+        ):
             yield
 
     @property

@@ -420,6 +420,15 @@ def test_nothing_is_left_behind(plant, monkeypatch):
     engine.set_reduction("unsplit")
 
 
+def test_a_callers_inference_mode_does_no_harm(plant):
+    """Inside torch.inference_mode everything runs as outside."""
+    edits = [ShrinkEdit.of_coordinate(plant.cause)]
+    with torch.inference_mode():
+        found = Workbench(plant.pair, plant.engine, shams=2).prove(edits)
+        assert torch.is_inference_mode_enabled()
+    assert found == Workbench(plant.pair, plant.engine, shams=2).prove(edits)
+
+
 def test_a_cut_arm_counts_no_run(plant, monkeypatch):
     """A run that failed is not remembered as an unedited arm."""
     workbench = Workbench(plant.pair, plant.engine)

@@ -77,6 +77,7 @@ class RecordedExecution:
         self._shrinks: OrderedDict[int, _KeptShrinks] = OrderedDict()
         self._operands: tuple[int, Frame] | None = None
         self._cache: _KeptCache | None = None
+        self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._cache_digests: dict[int, dict[int, str]] = {}
         self._fingerprint = ""
         self._handed_steps: set[int] = set()
@@ -140,10 +141,11 @@ class RecordedExecution:
 
     def cache_shape(self, step: int, layer: int) -> tuple[int, ...]:
         """Return the shape of a layer's cache before a step: (2, T, kv_heads, head_dim)."""
-        frame = self._frame(0, Kind.CACHE)
-        row = frame.layout.entries[frame.layout.index[f"cache.{layer}"]].shape[2:]
+        if not self._row_shapes:
+            layout = self._frame(0, Kind.CACHE).layout
+            self._row_shapes = {entry.key: entry.shape[2:] for entry in layout.entries}
         length = self.positions(step).start - self.first_kept_position(step, layer)
-        return (2, length, *row)
+        return (2, length, *self._row_shapes[f"cache.{layer}"])
 
     def cache_before(self, step: int) -> tuple[CacheLayer, ...]:
         """Return a copy of the whole cache as it was before a step, sliding windows as far as they keep rows."""

@@ -40,13 +40,13 @@ def test_everything_is_small_and_only_safetensors(bundled):
 
 
 def test_the_recorded_pair_flips(bundled):
-    """The pair for machines on which no seed flips a token is readable, whole, and flips one."""
+    """The pair that ships is readable, whole and flips a token; a path leads to the flip from one of its roots."""
     folder = bundled / "recorded-pair"
     assert not [finding for path in folder.iterdir() for finding in verify_trace(path)]
     with load_pair(folder) as pair:
         assert pair.diverged
         assert pair.diff.first_propagating is not None
-        assert pair.diff.propagation.reaches_flip
+        assert pair.diff.propagation.path[-1] == f"flip at step {pair.diff.flip.step}"
 
 
 def test_weights_are_bf16_and_finite(bundled):

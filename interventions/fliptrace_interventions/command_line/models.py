@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from fliptrace.capture.transformers_engine.loading import sha256_of
 from fliptrace.errors import InputError
 from fliptrace.manifest import Manifest
 from fliptrace.pair import bundled_model
 
+#: A manifest is data from elsewhere.
+_MOST_THREADS = 1024
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
@@ -33,6 +37,13 @@ def find_model(manifest: Manifest, near: Path) -> str:
 def find_adapter(manifest: Manifest, near: Path) -> str:
     """Find the recorded adapter; see find_model."""
     return _find("adapter", manifest, near, bundled_model().adapter, _adapter_hash)
+
+
+def use_recorded_threads(manifest: Manifest) -> None:
+    """Let torch use as many threads as when the pair was recorded: another number may cut matrix products otherwise."""
+    threads = manifest.get("environment.threads")
+    if isinstance(threads, int) and 1 <= threads <= _MOST_THREADS:
+        torch.set_num_threads(threads)
 
 
 def _find(

@@ -299,12 +299,18 @@ class _Model:
             InputError: it is not here, or cannot be loaded.
         """
         from fliptrace.pair import load_engine
-        from fliptrace_interventions.command_line.models import find_adapter, find_model
+        from fliptrace_interventions.command_line.models import (
+            find_adapter,
+            find_model,
+            use_recorded_threads,
+        )
 
         manifest = pair.reference.manifest
         device = self.device
         if device == "auto":
             device = str(manifest.get("environment.device") or "auto")
+        if device == "cpu":
+            use_recorded_threads(manifest)
         return load_engine(
             self.model or find_model(manifest, source),
             self.adapter or find_adapter(manifest, source),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from fliptrace.judgements import DirectionResult
+    from fliptrace.judgements import DirectionResult, Investigation
 
 _STYLES = {
     Judgement.SUFFICIENT: "bold red",
@@ -36,6 +36,8 @@ _STYLES = {
 _COLUMNS = (15, 22, 9, 8, 12)
 #: Reasons and gaps told one by one, before the rest is left to the report.
 _TOLD = 5
+#: Sentences of an investigation told before the rest is left to the report.
+_FOUND_TOLD = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,21 @@ def _lines(report: InterventionReport) -> list[_Line]:
     if found is not None:
         told = [words.judged_sentence(found), words.effort_sentence(found)]
         lines += _passage("What was judged", told)
-        lines += _passage("What was found", words.found_sentences(found))
+        lines += _passage("What was found", _found(found))
     lines += _arms(report)
     gaps = words.gaps(report)
     if gaps:
         lines += _passage("What was not covered", _some(gaps))
     return [*lines, *_passage("How far this goes", [CAVEAT])]
+
+
+def _found(found: Investigation) -> list[str]:
+    """The most informative sentences, and whatever came of the answers."""
+    answers = words.answer_sentence(found.continuations)
+    told = words.found_sentences(found)
+    kept = [*told[:_FOUND_TOLD], *([answers] if answers else [])]
+    more = len(told) - _FOUND_TOLD
+    return [*kept, f"({more} more in the report.)"] if more > 0 else kept
 
 
 def _arms(report: InterventionReport) -> list[_Line]:

@@ -2,8 +2,8 @@
 
 Before each step one arm continues from either execution's cache, with the same tokens and everything computed anew.
 Where the reference's cache gives the reference's token and the candidate's the candidate's, what the caches hold by
-then decides. This need not be so from some step on for good, so every step is tried. Bisection only chooses the order:
-a budget that ends early leaves a close upper bound.
+then decides. This need not be so from some step on for good, so a first step is only called first when every earlier
+one was tried. Bisection only chooses the order: a search that ends early leaves a close upper bound.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from fliptrace_interventions.budget import BudgetSpentError
 from fliptrace_interventions.edits import CacheEdit
 from fliptrace_interventions.searches.trials import Trials
 
+#: Forward passes that the search takes at the most unless told otherwise.
+SCAN_FORWARDS = 3000
+
 
 def first_differing_step(trials: Trials) -> int | None:
     """Return the first step whose incoming cache differs between the executions, None when none up to the target."""
@@ -23,20 +26,31 @@ def first_differing_step(trials: Trials) -> int | None:
     return first if first <= trials.workbench.target_step else None
 
 
-def first_cache_step(trials: Trials, first: int) -> tuple[FirstCacheStep, str]:
-    """Try the steps from ``first`` to the target step.
+def first_cache_step(
+    trials: Trials, first: int, *, limit: int | None = SCAN_FORWARDS
+) -> tuple[FirstCacheStep, str]:
+    """Try the steps from ``first`` to the target step until the first one that flips is known.
 
     Both directions are these same two arms, so one says all: the reference's arm is unedited in one and edited in the
     other.
+
+    Args:
+        trials: runs them.
+        first: from first_differing_step.
+        limit: forward passes at the most, None for any number: all pairs of arms take about the square of the steps.
 
     Returns:
         What was found, and why it ended early ("" when it did not).
     """
     last = trials.workbench.target_step
     answers: dict[int, bool] = {}
-    spent = ""
+    spent, forwards = "", 0
     try:
-        for step in _order(first, last, answers):
+        for step in scan_order(first, last, answers):
+            forwards += 2 * (last - step + 1)
+            if limit is not None and forwards > limit:
+                spent = f"the search for it is limited to {limit} forward passes"
+                break
             trials.report("first step at which the caches flip", len(answers), last - first + 1)
             answers[step] = trials.screen((CacheEdit(step),), "reference").gives_donor_token
     except BudgetSpentError as error:
@@ -54,8 +68,8 @@ def first_cache_step(trials: Trials, first: int) -> tuple[FirstCacheStep, str]:
     return found, spent
 
 
-def _order(first: int, last: int, answers: dict[int, bool]) -> Iterator[int]:
-    """Yield every step once: the last, the first, halves towards the earliest flip, then the rest from the first on.
+def scan_order(first: int, last: int, answers: dict[int, bool]) -> Iterator[int]:
+    """Yield the last step, the first, halves towards the earliest flip; then the others up to the first that flips.
 
     ``answers`` is filled by the caller between two steps.
     """
@@ -70,26 +84,30 @@ def _order(first: int, last: int, answers: dict[int, bool]) -> Iterator[int]:
     for step in range(first, last + 1):
         if step not in answers:
             yield step
+        if answers[step]:
+            return
 
 
 def _sentence(first: int, last: int, tried: tuple[int, ...], flips: tuple[int, ...]) -> str:
     steps = f"steps {first} to {last}" if first < last else f"step {first}"
-    all_tried = len(tried) == last - first + 1
-    scope = f"all {steps} were tried" if all_tried else f"{len(tried)} of {steps} were tried"
     if not flips:
-        return f"at no step tried do the caches alone flip the token; {scope}"
+        scope = "all" if len(tried) == last - first + 1 else f"{len(tried)}"
+        return f"the caches alone flip the token at no step tried ({scope} of {steps} were)"
     skipped = [step for step in range(first, flips[0]) if step not in tried]
-    since = (
-        f"the caches alone flip the token first before step {flips[0]}"
-        if not skipped
-        else f"the caches alone flip the token before step {flips[0]}, perhaps earlier: "
-        f"{len(skipped)} earlier steps were not tried"
-    )
     not_after = [step for step in tried if step > flips[0] and step not in flips]
     again = (
-        f"; not at all later steps, though: not before step {', '.join(map(str, not_after[:5]))}"
-        f"{' …' if len(not_after) > 5 else ''}"
+        f"; not at every later step, though: not before step {', '.join(map(str, not_after))}"
         if not_after
         else ""
     )
-    return f"{since}{again}; {scope}, and before step {first} the caches are bit-equal"
+    if skipped:
+        return (
+            f"the caches alone flip the token before step {flips[0]}, perhaps earlier: {len(skipped)} of the steps "
+            f"{first} to {flips[0] - 1} were not tried{again}"
+        )
+    earlier = (
+        f"every earlier step from {first} on, where the caches first differ, was tried"
+        if flips[0] > first
+        else "the first one whose incoming caches differ"
+    )
+    return f"the caches alone flip the token first before step {flips[0]}: {earlier}{again}"

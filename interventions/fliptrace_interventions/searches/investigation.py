@@ -63,7 +63,7 @@ def investigate(
 
     In this order: both reconstructions; the whole cache before the flip; cache × shrinks of the flip step; every root
     row; the coordinates of the rows that were enough; a proof of the best one; its continuations to the end of the
-    answer; the other coordinates; all rows together and a 1-minimal set; the cache layer by layer; the first step at
+    answer; the other coordinates; the cache layer by layer; all rows together and a 1-minimal set; the first step at
     which the caches alone flip the token.
 
     Args:
@@ -121,8 +121,9 @@ class _Story:
             return
         self._cache_before_the_flip()
         self._roots()
+        self._cache_by_layer()
         self._sets()
-        self._later_parts_of_the_cache()
+        self._first_cache_step()
         self._say_what_was_not_tried()
 
     @contextlib.contextmanager
@@ -237,11 +238,11 @@ class _Story:
 
     def _sets(self) -> None:
         """All rows together; a 1-minimal set of rows, and of coordinates."""
-        if not self.rows:
-            return
-        together, spent = screen_all_together(self.trials, self.rows)
-        self._skip("all root rows together", spent)
-        self.all_roots = tuple(screening for _, screening in together)
+        together: tuple[tuple[str, Screening], ...] = ()
+        if len(self.rows) > 1:
+            together, spent = screen_all_together(self.trials, self.rows)
+            self._skip("all root rows together", spent)
+            self.all_roots = tuple(screening for _, screening in together)
         single = next(
             (
                 single_row_set(root, screening, len(self.rows))
@@ -285,12 +286,14 @@ class _Story:
         )
         self._skip("the minimal set of coordinates", spent)
 
-    def _later_parts_of_the_cache(self) -> None:
+    def _cache_by_layer(self) -> None:
         if self.workbench.target_step == 0:
             return
         apart = take_cache_apart(self.trials)
         self.layers, self.parts = apart.layers, apart.parts
         self._skip("the cache by layer", apart.spent)
+
+    def _first_cache_step(self) -> None:
         if not self.continuations and self.cache_substitution is not None:
             recipients = [
                 result.recipient

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from fliptrace.judgements import MinimalSet, RootResult, Screening
 from fliptrace.verdicts import RowDifference
@@ -58,13 +59,12 @@ def screen_all_together(
     """Screen all rows as one edit, in both directions and both ways between the sites.
 
     Returns:
-        (way, screening) of each, and why it ended early ("" when it did not). One row has nothing between.
+        (way, screening) of each, and why it ended early ("" when it did not).
     """
     edits = Elements.of_rows(rows).edits
-    ways = WAYS if len(rows) > 1 else WAYS[-1:]
     found = []
-    for number, (recipient, way) in enumerate((r, way) for r in EXECUTIONS for way in ways):
-        trials.report("all root rows together", number, 2 * len(ways))
+    for number, (recipient, way) in enumerate(product(EXECUTIONS, WAYS)):
+        trials.report("all root rows together", number, len(EXECUTIONS) * len(WAYS))
         try:
             found.append((way, trials.screen(edits, recipient, between=way)))
         except BudgetSpentError as error:

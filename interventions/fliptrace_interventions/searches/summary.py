@@ -186,18 +186,22 @@ def _layers(found: Investigation) -> Iterator[str]:
         layers = [layer for layer in found.layers if layer.recipient == recipient]
         alone = [layer.layer for layer in layers if layer.sufficient_alone]
         needed = [layer.layer for layer in layers if layer.needed]
-        parts = [
-            f"{part.part} of {_listed('layer', part.layers) if len(part.layers) < len(layers) else 'all layers'} "
-            f"{'are' if part.sufficient_alone else 'are not'} enough"
-            + (f" and are {'' if part.needed else 'not '}needed" if part.needed is not None else "")
-            for part in found.cache_parts
-            if part.recipient == recipient
-        ]
         yield (
             f"cache by layer in the {recipient}: enough alone: {_listed('layer', alone)}; needed: "
             f"{_listed('layer', needed)} (of {len(layers)} layers that differ)"
-            + "".join(f"; {part}" for part in parts)
         )
+        parts = [part for part in found.cache_parts if part.recipient == recipient]
+        for what, chosen in (
+            ("enough alone", [part for part in parts if part.sufficient_alone]),
+            ("needed", [part for part in parts if part.needed]),
+        ):
+            names = [
+                f"{part.part} of "
+                f"{'all layers' if part.layers == parts[0].layers else _listed('layer', part.layers)}"
+                for part in chosen
+            ]
+            if parts:
+                yield f"keys and values apart in the {recipient}, {what}: {', '.join(names) or 'none'}"
 
 
 def _listed(what: str, numbers: Sequence[int]) -> str:

@@ -52,8 +52,8 @@ def cross_cache_and_shrinks(trials: Trials) -> TwoByTwo | None:
 
 
 _NOTHING = (
-    "nothing can be said of past and present: an arm is void, or an execution's own cache with its own shrinks does not "
-    "give its own token"
+    "nothing can be said of past and present: an arm is void, or an execution's own cache with its own shrinks does "
+    "not give its own token"
 )
 _THIRD = (
     "past and present do not add up: the cache of one execution with the step's shrinks of the other gives a token "

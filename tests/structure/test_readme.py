@@ -77,16 +77,48 @@ def test_the_two_commands_exist(repository_root, script):
 
 
 def test_options_named_in_the_readme_exist(repository_root):
-    """Every option that the README names is one of trace-pair's."""
+    """Every option that the README names is one of trace-pair's or of trace-intervene's."""
     named = set(re.findall(r"--[a-z][a-z-]+", (repository_root / "README.md").read_text("utf-8")))
-    finished = subprocess.run(
-        [sys.executable, "-m", "fliptrace.command_line.trace_pair", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "COLUMNS": "200"},
+    known = set()
+    for module in (
+        "fliptrace.command_line.trace_pair",
+        "fliptrace_interventions.command_line.trace_intervene",
+    ):
+        finished = subprocess.run(
+            [sys.executable, "-m", module, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        known |= set(re.findall(r"--[a-z][a-z-]+", finished.stdout))
+    assert named <= known
+
+
+def test_the_demonstration_of_an_intervention_runs(repository_root, tmp_path):
+    """It proves what the README shows, or says why it cannot be judged on this processor."""
+    command = next(
+        block for block in blocks(repository_root, "bash") if block.startswith("trace-intervene")
     )
-    assert named <= set(re.findall(r"--[a-z][a-z-]+", finished.stdout))
+    module = "fliptrace_interventions.command_line.trace_intervene"
+    finished = subprocess.run(
+        [sys.executable, "-m", module, *shlex.split(command)[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode in (0, 3), finished.stderr
+    if finished.returncode == 3:
+        assert "cannot be reconstructed here" in " ".join(finished.stdout.split())
+        return
+    shown = next(
+        block for block in blocks(repository_root, "text") if block.startswith("One FP32 value")
+    )
+    for part in shown.split("...\n"):
+        assert part in finished.stdout
+    assert (tmp_path / "demo-intervention" / "report.html").is_file()
 
 
 def test_links_lead_somewhere(repository_root):

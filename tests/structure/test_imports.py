@@ -32,7 +32,11 @@ HOMES = {
     "transformers": {"fliptrace.capture"},
     "triton": {"fliptrace_kernels"},
     "typer": {"fliptrace.command_line", "fliptrace.views", "fliptrace_interventions.command_line"},
-    "vllm": {"fliptrace_kernels.bench.vllm_kernel", "fliptrace_kernels.vllm_plugin"},
+    "vllm": {
+        "fliptrace_interventions.reproduce",
+        "fliptrace_kernels.bench.vllm_kernel",
+        "fliptrace_kernels.vllm_plugin",
+    },
     "xxhash": {"fliptrace.store"},
 }
 KERNELS_MAY_IMPORT = {"cuda", "fliptrace_kernels", "torch", "triton"}

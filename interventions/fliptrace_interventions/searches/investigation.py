@@ -46,7 +46,7 @@ from fliptrace_interventions.searches.roots import is_sufficient, root_rows, scr
 from fliptrace_interventions.searches.summary import headline, summarise
 from fliptrace_interventions.searches.trials import Progress, Trials
 from fliptrace_interventions.searches.two_by_two import cross_cache_and_shrinks
-from fliptrace_interventions.workbench import Workbench
+from fliptrace_interventions.workbench import EXECUTIONS, Workbench
 
 #: How many of the coordinates, or rows, that were sufficient in a screening are proved until one proof agrees.
 PROOFS_TRIED = 3
@@ -97,8 +97,7 @@ class _Story:
         self.coordinates: tuple[CoordinateResult, ...] = ()
         self.best: CoordinateResult | None = None
         self.all_roots: tuple[Screening, ...] = ()
-        self.minimal_set: MinimalSet | None = None
-        self.coordinate_set: MinimalSet | None = None
+        self.sets: list[MinimalSet] = []
         self.layers: tuple[LayerNeed, ...] = ()
         self.parts: tuple[CachePartNeed, ...] = ()
         self.first_cache_step: FirstCacheStep | None = None
@@ -243,48 +242,64 @@ class _Story:
             together, spent = screen_all_together(self.trials, self.rows)
             self._skip("all root rows together", spent)
             self.all_roots = tuple(screening for _, screening in together)
-        single = next(
+        for recipient in EXECUTIONS:
+            found = self._single_row(recipient) or self._minimised(together, recipient)
+            if found is None:
+                continue
+            self.sets.append(found)
+            if not any(
+                s.recipient == recipient and s.gives_donor_token
+                for coordinate in self.coordinates
+                for s in coordinate.screenings
+            ):
+                self._take_set_apart(found)
+
+    def _single_row(self, recipient: str) -> MinimalSet | None:
+        return next(
             (
                 single_row_set(root, screening, len(self.rows))
                 for root in self.roots
                 for screening in root.screenings
-                if holds(root) and screening.gives_donor_token
+                if holds(root) and screening.recipient == recipient and screening.gives_donor_token
             ),
             None,
         )
-        if single is not None:
-            self.minimal_set = single
-        else:
-            self._minimise([(w, s.recipient) for w, s in together if s.gives_donor_token])
-        if self.minimal_set is not None and self.best is None:
-            self._take_set_apart(self.minimal_set)
 
-    def _minimise(self, flipping: Sequence[tuple[str, str]]) -> None:
-        if not flipping:
-            return
-        way, recipient = flipping[0]
-        found, spent = minimal_set(self.trials, Elements.of_rows(self.rows), recipient, way)
+    def _minimised(
+        self, together: Sequence[tuple[str, Screening]], recipient: str
+    ) -> MinimalSet | None:
+        """Shrink all rows together to a 1-minimal set, in one direction, and prove that."""
+        ways = [w for w, s in together if s.recipient == recipient and s.gives_donor_token]
+        if not ways:
+            return None
+        found, spent = minimal_set(self.trials, Elements.of_rows(self.rows), recipient, ways[0])
         self._skip("the minimal set of root rows", spent)
         if found is None:
-            return
+            return None
         edits = edits_from_json(list(found.edits))
         with self._within_budget("the proof of the minimal set"):
             self.trials.report("proof of the minimal set", 0, 1)
-            verdict = self.trials.prove(edits, (recipient,), between=way)
+            verdict = self.trials.prove(edits, (recipient,), between=ways[0])
             found = dataclasses.replace(found, verdict=verdict)
-        self.minimal_set = found
         if not self.continuations:
-            self._continue(found.edits, (recipient,), way)
+            self._continue(found.edits, (recipient,), ways[0])
+        return found
 
     def _take_set_apart(self, found: MinimalSet) -> None:
+        """Shrink the coordinates of a set of rows to a 1-minimal set."""
         chosen = [row for row in self.rows if row.name in found.names]
         elements = Elements.of_coordinates(chosen)
         if len(elements.edits) < 2:
             return
-        self.coordinate_set, spent = minimal_set(
-            self.trials, elements, found.recipient, found.between
-        )
+        coordinates, spent = minimal_set(self.trials, elements, found.recipient, found.between)
         self._skip("the minimal set of coordinates", spent)
+        if coordinates is not None:
+            self.sets.append(coordinates)
+
+    def smallest(self, unit: str) -> MinimalSet | None:
+        """The smallest set of rows, or of coordinates, that was sufficient."""
+        chosen = [found for found in self.sets if found.unit == unit and holds(found)]
+        return min(chosen, key=lambda found: len(found.edits), default=None)
 
     def _cache_by_layer(self) -> None:
         if self.workbench.target_step == 0:
@@ -355,7 +370,8 @@ class _Story:
             roots=self.roots,
             coordinates=self.coordinates,
             best_coordinate=self.best,
-            minimal_set=self.minimal_set,
+            minimal_set=self.smallest("rows"),
+            coordinate_set=self.smallest("coordinates"),
             layers=self.layers,
             first_cache_step=self.first_cache_step,
             two_by_two=self.two_by_two,
@@ -368,7 +384,7 @@ class _Story:
             environment=bench.environment,
             environment_differences=bench.environment_differences,
             all_roots=self.all_roots,
-            coordinate_set=self.coordinate_set,
+            minimal_sets=tuple(self.sets),
             cache_parts=self.parts,
         )
         found = dataclasses.replace(found, sentence=headline(found))
@@ -377,7 +393,7 @@ class _Story:
     def _judgement(self) -> Judgement:
         if not self.reconstructed:
             return Judgement.VOID
-        if self.best is not None or (self.minimal_set is not None and holds(self.minimal_set)):
+        if self.best is not None or self.smallest("rows") is not None:
             return Judgement.SUFFICIENT
         judged = [screening.judgement for root in self.roots for screening in root.screenings]
         judged += [screening.judgement for screening in self.all_roots]

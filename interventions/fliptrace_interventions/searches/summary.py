@@ -156,8 +156,8 @@ def _sets(found: Investigation) -> Iterator[str]:
                 f"{whole} do not flip the token, in either direction, whether the shrinks between them are kept or "
                 f"recomputed: what follows runs under {found.reduction}, not as it was recorded ({_tokens(found)})"
             )
-    for smallest in (found.minimal_set, found.coordinate_set):
-        if smallest is None or smallest.whole < 2:
+    for smallest in found.minimal_sets:
+        if smallest.whole < 2:
             continue
         yield (
             f"of {smallest.whole} {smallest.unit} in the {smallest.recipient}, shrinks between them "

@@ -214,7 +214,8 @@ class Investigation(Value):
         environment: where it ran; environment_differences: (key, recorded, now).
         schema: version of this document.
         all_roots: all root rows together as one edit, per direction and way between the sites.
-        coordinate_set: the minimal set taken apart into coordinates and made 1-minimal again, None when not run.
+        minimal_sets: per direction a set of rows and, where no single coordinate is enough in it, one of coordinates:
+            the set of rows taken apart. ``minimal_set`` is the smallest of rows, ``coordinate_set`` of coordinates.
         cache_parts: keys and values apart: of all layers, and of each layer that is enough or needed.
         sentences: what was found, for people, the most informative first.
     """
@@ -250,5 +251,6 @@ class Investigation(Value):
     schema: int = SCHEMA_VERSION
     all_roots: tuple[Screening, ...] = ()
     coordinate_set: MinimalSet | None = None
+    minimal_sets: tuple[MinimalSet, ...] = ()
     cache_parts: tuple[CachePartNeed, ...] = ()
     sentences: tuple[str, ...] = ()

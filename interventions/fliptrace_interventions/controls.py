@@ -152,17 +152,19 @@ def surviving_shams(
         if tried < count
         else ""
     )
+    latent = "" if cause.ulp else "; the edit itself crosses no boundary"
     sentence = (
         f"of {tried} other coordinates of {cause.name}, each pushed across its boundary by {ulp} ULP, {others} gave "
-        f"another token than the recipient's, {donors} the donor's{fewer}"
+        f"another token than the recipient's, {donors} the donor's{latent}{fewer}"
     )
-    arrived = Control(
-        "sham receipts",
-        not lost,
+    said = (
         f"the value for {lost} did not reach its consumer"
         if lost
-        else "every sham arrived as written",
+        else "every sham arrived as written"
+        if tried
+        else "no other coordinate of the record can be pushed"
     )
+    arrived = Control("sham receipts", not lost if tried else None, said)
     return Specificity(tried, count, others, donors, seed, ulp, cause.name, sentence), arrived
 
 

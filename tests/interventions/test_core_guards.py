@@ -86,7 +86,7 @@ def test_a_consumer_fed_a_stale_copy(plant, monkeypatch, without):
     workbench = Workbench(plant.pair, plant.engine)
     edit = ShrinkEdit.of_coordinate(plant.cause)
     assert workbench.screen([edit]).judgement is Judgement.SUFFICIENT
-    module = plant.engine._shrinks[site_of(plant)].shrink
+    module = plant.engine._shrinks[site_of(plant)]
     original, runtime = module.forward, plant.engine.runtime
 
     def stale(x):
@@ -111,15 +111,16 @@ def test_a_consumer_fed_a_stale_copy(plant, monkeypatch, without):
 def test_a_donor_trace_mutated_by_a_continuation(plant, monkeypatch, without):
     """A consumer writes into its input; with copies that harms nobody, without them it is noticed."""
     edits = [CacheEdit(plant.step), ReplayShrinks(Source.DONOR, (plant.step, plant.step))]
-    for module in plant.engine._shrinks:
-        forward = module.round.forward
+    for _, layer in plant.engine._layers:
+        (adapter,) = layer.lora_A.values()
+        forward = adapter.round.forward
 
         def writes_into_its_input(z, forward=forward):
             rounded = forward(z).clone()
             z.neg_()
             return rounded
 
-        monkeypatch.setattr(module.round, "forward", writes_into_its_input)
+        monkeypatch.setattr(adapter.round, "forward", writes_into_its_input)
     workbench = Workbench(plant.pair, plant.engine)
     for _ in range(2):
         assert workbench.screen(edits).judgement is Judgement.SUFFICIENT

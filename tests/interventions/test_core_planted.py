@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fliptrace.judgements import Judgement, Verdict
-from fliptrace_interventions import CacheEdit, ShrinkEdit, Workbench
+from fliptrace_interventions import CacheEdit, GivenValue, ShrinkEdit, Workbench
 
 
 @pytest.fixture
@@ -107,3 +107,26 @@ def test_shams_follow_the_seed(plant):
         seen.append(verdict.directions[0].specificity)
     assert seen[0] == seen[1]
     assert seen[2].seed == 1
+
+
+def test_small_records_and_fp32_models_say_what_could_not_be_tried(
+    planted, planting, load, tiny, tmp_path
+):
+    """A decode record gives its other coordinates twice, then says that there are no more; FP32 has no boundaries."""
+    plant = planted()
+    workbench = Workbench(plant.pair, plant.engine, shams=100)
+    value = float(workbench.reference.shrink(plant.step, 20)[0, 0]) * (1 + 2.0**-7)
+    edit = ShrinkEdit(plant.engine.sites[20].path, plant.step, None, (0,), GivenValue.of(value))
+    found = workbench.prove([edit], "reference", free=False).directions[0]
+    assert 15 <= found.specificity.shams <= 30
+    assert "100 were asked for" in found.specificity.sentence
+
+    engine = load("llama", dtype="float32")
+    pair = planting.record_pair(engine, tiny.prompt_ids(6), tmp_path, None, tokens=3)
+    edit = ShrinkEdit(engine.sites[3].path, 0, (1,), (0,), GivenValue.of(40.0))
+    result = Workbench(pair, engine, target=2).prove([edit], "reference", free=False).directions[0]
+    controls = {control.name: control for control in result.controls}
+    assert controls["latent sham"].passed is None
+    assert "every change survives" in controls["latent sham"].sentence
+    assert controls["sham receipts"].passed is None
+    assert result.specificity.shams == 0

@@ -21,6 +21,7 @@ from fliptrace.capture.transformers_engine.cache import (
 from fliptrace.capture.transformers_engine.loading import LoadedModel, forward_accepts
 from fliptrace.capture.transformers_engine.operations import OperationObserver, QuietObserver
 from fliptrace.capture.transformers_engine.shrink_module import (
+    Shrink,
     ShrinkRuntime,
     ShrinkThenRound,
 )
@@ -328,10 +329,10 @@ class TransformersEngine:
         self._cache.observer, self._cache.audit = self._observer, self._audit
         self.runtime.step = step
 
-    def _install(self) -> tuple[list[tuple[str, nn.Module]], list[ShrinkThenRound]]:
+    def _install(self) -> tuple[list[tuple[str, nn.Module]], list[Shrink]]:
         """Replace every ``lora_A`` and list the LoRA layers in the order of their definition."""
         layers: list[tuple[str, nn.Module]] = []
-        shrinks: list[ShrinkThenRound] = []
+        shrinks: list[Shrink] = []
         for path, layer in list(self.model.named_modules()):
             adapters = getattr(layer, "lora_A", None)
             if not isinstance(adapters, nn.ModuleDict):
@@ -357,7 +358,7 @@ class TransformersEngine:
             module = ShrinkThenRound(weight, len(shrinks), self.runtime)
             adapters[name] = module
             layers.append((path, layer))
-            shrinks.append(module)
+            shrinks.append(module.shrink)
         if not layers:
             raise UnsupportedModelError(
                 "the adapter adds no LoRA layer over torch.nn.Linear: there is no shrink to trace"

@@ -120,17 +120,17 @@ def _intercept(interceptor: ShrinkInterceptor, index: int, rows: Tensor, z: Tens
 class RoundForExpand(nn.Module):
     """Round a shrink to the dtype of B, to nearest, ties to even: the boundary."""
 
-    def __init__(self, dtype: torch.dtype, index: int, runtime: ShrinkRuntime) -> None:
-        """``dtype`` is that of B, ``index`` the site's number."""
+    def __init__(self, dtype: torch.dtype, shrink: Shrink) -> None:
+        """``dtype`` is that of B; ``shrink`` knows the site's number and what the engine's shrinks share."""
         super().__init__()
         self.dtype = dtype
-        self.index = index
-        self.runtime = runtime
+        self._of = (shrink,)  # in a tuple: the module belongs to ShrinkThenRound
 
     def forward(self, z: Tensor) -> Tensor:
         """Round z [T, R] and restore the batch dimension that PEFT's expand expects: [1, T, R]."""
-        if self.runtime.audit is not None:
-            self.runtime.audit.shrink_consumed(self.index, z)
+        (shrink,) = self._of
+        if shrink.runtime.audit is not None:
+            shrink.runtime.audit.shrink_consumed(shrink.index, z)
         return z.to(self.dtype).unsqueeze(0)
 
 
@@ -141,16 +141,7 @@ class ShrinkThenRound(nn.Module):
         """See Shrink."""
         super().__init__()
         self.shrink = Shrink(weight, index, runtime)
-        self.round = RoundForExpand(weight.dtype, index, runtime)
-
-    @property
-    def index(self) -> int:
-        """The site's number."""
-        return self.shrink.index
-
-    @index.setter
-    def index(self, index: int) -> None:
-        self.shrink.index = self.round.index = index
+        self.round = RoundForExpand(weight.dtype, self.shrink)
 
     @property
     def weight(self) -> nn.Parameter:

@@ -172,6 +172,17 @@ def root(number=0, judgement=Judgement.NOT_SUFFICIENT, **changes):
     return dataclasses.replace(value, **changes)
 
 
+def minimal_set():
+    return MinimalSet(
+        edits=({"edit": "shrink", "site": "model.layers.2.mlp.gate_proj", "step": 0},),
+        names=("layer 2 mlp.gate_proj, prefill, token position 3",),
+        recipient="reference",
+        runs=5,
+        one_minimal=True,
+        whole=3,
+    )
+
+
 def investigation(judgement=Judgement.SUFFICIENT, **changes):
     """The whole story; everything in it can be replaced."""
     best = coordinate() if judgement is Judgement.SUFFICIENT else None
@@ -197,14 +208,8 @@ def investigation(judgement=Judgement.SUFFICIENT, **changes):
         roots=(root(0), root(1, Judgement.CHANGES), root(2, Judgement.SUFFICIENT)),
         coordinates=(coordinate(),) if best else (),
         best_coordinate=best,
-        minimal_set=MinimalSet(
-            edits=({"edit": "shrink", "site": "model.layers.2.mlp.gate_proj", "step": 0},),
-            names=("layer 2 mlp.gate_proj, prefill, token position 3",),
-            recipient="reference",
-            runs=5,
-            one_minimal=True,
-            whole=3,
-        ),
+        minimal_set=minimal_set(),
+        minimal_sets=(minimal_set(),),
         layers=tuple(
             LayerNeed(layer, "reference", layer == 3, layer == 3, 100 * layer) for layer in range(4)
         ),

@@ -132,6 +132,7 @@ def test_what_was_not_run_is_left_out_or_said(pairs, made):
         roots=(),
         coordinates=(),
         minimal_set=None,
+        minimal_sets=(),
         layers=(),
         cache_parts=(),
         all_roots=(),

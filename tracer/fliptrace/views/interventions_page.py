@@ -106,11 +106,7 @@ def _investigation(found: Investigation, dtype: str) -> dict[str, Any]:
         "coordinates": coordinates[:TABLE_ROWS],
         "coordinates_left_out": max(0, len(coordinates) - TABLE_ROWS),
         "cause": _cause_rows(found, dtype),
-        "sets": [
-            _set(smallest)
-            for smallest in (found.minimal_set, found.coordinate_set)
-            if smallest is not None
-        ],
+        "sets": [_set(smallest) for smallest in found.minimal_sets],
         "square": _square(found.two_by_two, found) if found.two_by_two is not None else None,
         "layers": [_layer(layer) for layer in found.layers],
         "cache_parts": [_part(part) for part in found.cache_parts],

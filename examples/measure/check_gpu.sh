@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Repeats the whole check of the shrinks on this machine's GPU and adds its column to the table of GPUs:
-# bit equality, stress, replay of real inputs, bench.
+# bit equality, stress, memcheck, replay of real inputs, bench. Without compute-sanitizer the memcheck fails.
 #
 #   bash examples/measure/check_gpu.sh [FOLDER]
 #
@@ -25,13 +25,13 @@ here="$folder/$name"
 mkdir -p "$here" || exit 2
 failed=()
 
-# step NAME COMMAND...: runs it, keeps its output in NAME.log, and shows the end of it.
+# step NAME COMMAND...: runs it, keeps its output in NAME.out (steps write logs of their own), and shows the end of it.
 step() {
     local what="$1" start=$SECONDS status
     shift
-    "$@" >"$here/$what.log" 2>&1
+    "$@" >"$here/$what.out" 2>&1
     status=$?
-    tail -n 25 "$here/$what.log"
+    tail -n 25 "$here/$what.out"
     printf '== %s: exit code %d after %d s\n' "$what" "$status" "$((SECONDS - start))"
     if [ "$status" != 0 ]; then failed+=("$what"); fi
 }
@@ -42,6 +42,7 @@ step tests "$PYTHON" -m pytest -q -rP tests/gpu tests/bench/test_bench_on_gpu.py
     -k "not small_stress"
 step equality "$PYTHON" -m fliptrace_kernels.bench equality --folder "$here"
 step stress "$PYTHON" examples/measure/shrink_stress.py --folder "$here" --launches "${LAUNCHES:-1000000}"
+step memcheck "$PYTHON" examples/measure/shrink_memcheck.py --folder "$here"
 step replay "$PYTHON" examples/measure/shrink_replay.py --folder "$here" "${more_replay[@]}"
 step bench "$PYTHON" -m fliptrace_kernels.bench measure --folder "$here" "${more_bench[@]}"
 step columns "$PYTHON" -m fliptrace_kernels.bench columns --folder "$folder"

@@ -14,7 +14,7 @@ import pytest
 from fliptrace.views import InterventionReport, report_schema
 from fliptrace_interventions import ShrinkEdit
 
-QUICK = ("--shams", "2")
+QUICK = ("--shams", "2", "--max-new-tokens", "12")
 
 
 @pytest.fixture
@@ -254,3 +254,119 @@ def test_help_names_every_option_and_exit_code(typed):
         "Exit codes",
     ):
         assert word in text
+
+
+def test_the_whole_story_enters_the_report(typed, case):
+    """Exit code 0, the planted cause named, every part in the report, the journal beside the pair."""
+    before = traces(case.folder)
+    result = typed(case.folder, *case.model, *QUICK)
+    assert result.code == 0, result.err
+    assert result.out.startswith("One FP32 value is enough to flip the token")
+    assert max(map(len, result.out.splitlines()[:-1])) <= 80
+    found = InterventionReport.from_json(written(case.folder)["interventions"]).investigation
+    cause = case.plant.cause
+    best = found.best_coordinate
+    assert (best.site, best.step) == (cause.site.path, cause.step)
+    assert (best.position, best.rank_index) == (cause.position, cause.rank_index)
+    assert all(item.equal for item in found.reconstruction)
+    assert found.cache_substitution is not None
+    assert found.two_by_two is not None
+    assert found.roots
+    assert found.layers
+    assert traces(case.folder) == before
+    page = (case.folder / "report.html").read_text("utf-8")
+    for mark in ("cause-boundary", "cause-margins", "Past or present?", "Which part of the cache"):
+        assert mark in page
+    assert (case.folder / "interventions.jsonl").is_file()
+
+
+def test_story_and_claim_stand_side_by_side(typed, case):
+    """A claim keeps the story that is there, and a new story keeps the claim."""
+    typed(case.folder, *case.model, *QUICK, "--budget-runs", "1")
+    typed(case.folder, *case.model, "--edit", case.decoy, *QUICK)
+    both = written(case.folder)["interventions"]
+    assert both["investigation"] is not None
+    assert len(both["claims"]) == 1
+    typed(case.folder, *case.model, *QUICK, "--budget-runs", "2")
+    after = written(case.folder)["interventions"]
+    assert after["investigation"]["budget"] == "2 runs"
+    assert after["claims"] == both["claims"]
+
+
+def test_a_budget_is_kept_and_what_it_left_out_is_said(typed, case):
+    """Nothing found within it: exit code 1, and what was not covered."""
+    result = typed(case.folder, *case.model, *QUICK, "--budget-runs", "1")
+    assert result.code == 1, result.out
+    assert "What was not covered" in result.out
+    found = written(case.folder)["interventions"]["investigation"]
+    assert found["runs"] <= 1
+    assert found["not_covered"]
+
+
+def test_an_interrupted_search_goes_on_where_it_was(typed, case, monkeypatch):
+    """Ctrl-C: code 130, one line with the command that goes on, no report; then nothing that was finished runs again."""
+    from fliptrace_interventions.workbench import Workbench
+
+    screen, calls = Workbench.screen, []
+
+    def counted(self, *arguments, **settings):
+        calls.append(arguments)
+        if interrupted and len(calls) == 4:
+            raise KeyboardInterrupt
+        return screen(self, *arguments, **settings)
+
+    monkeypatch.setattr(Workbench, "screen", counted)
+    interrupted = True
+    result = typed(case.folder, *case.model, *QUICK)
+    assert result.code == 130
+    assert result.err.count("\n") == 1
+    assert "are kept" in result.err
+    assert f"trace-intervene {case.folder}" in result.err
+    assert not (case.folder / "report.json").exists()
+    first = len(calls) - 1
+    calls.clear()
+    interrupted = False
+    assert typed(case.folder, *case.model, *QUICK).code == 0
+    resumed = len(calls)
+    calls.clear()
+    assert typed(case.folder, *case.model, *QUICK, "--no-resume").code == 0
+    assert len(calls) == resumed + first
+    calls.clear()
+    assert typed(case.folder, *case.model, *QUICK).code == 0
+    assert calls == []
+
+
+def test_the_demonstration_copies_the_pair_that_ships(typed, tmp_path):
+    """It proves what the card says or, on a processor that rounds other products, is void; the package is untouched."""
+    from fliptrace.pair import bundled_model
+
+    shipped = Path(bundled_model().recorded_pair)
+    before = {path.name: path.read_bytes() for path in shipped.iterdir()}
+    options = ("--gold", "137", "--shams", "2", "--budget-runs", "30")
+    result = typed("--demo", *options, "--out", tmp_path / "demo")
+    assert result.code in (0, 3), result.err
+    found = written(tmp_path / "demo")["interventions"]["investigation"]
+    if result.code == 3:
+        assert "cannot be reconstructed here" in found["sentence"]
+    else:
+        best = found["best_coordinate"]
+        assert (best["site"], best["step"]) == ("model.layers.0.self_attn.q_proj", 17)
+        assert (best["position"], best["rank_index"]) == (53, 1)
+        answers = {arm["answer"]: arm["correct"] for arm in found["continuations"]}
+        assert answers == {"137": True, "147": False}
+    assert {path.name: path.read_bytes() for path in shipped.iterdir()} == before
+
+
+def test_models_are_found_by_name_and_hash(typed, case, planted, model_folders, monkeypatch):
+    """Without --model and --adapter the recorded name is looked for near by; another model under it does not count."""
+    model, adapter = (Path(folder) for folder in model_folders("llama"))
+    manifest = planted().pair.reference.manifest
+    near = case.folder.parent
+    shutil.copytree(model, near / manifest.get("model.name"))
+    shutil.copytree(adapter, near / manifest.get("adapter.name"))
+    assert typed(case.folder, "--edit", case.decoy, *QUICK).code == 1
+    config = near / manifest.get("model.name") / "config.json"
+    config.write_text(config.read_text("utf-8") + "\n", "utf-8")
+    result = typed(case.folder, "--edit", case.decoy, *QUICK)
+    assert result.code == 2
+    assert "--model" in result.err

@@ -19,7 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_processes import Engine, engine_options, environment, wait_for_all, write_opposite
+from vllm_processes import (
+    GRAPHS_ONLY,
+    Engine,
+    engine_options,
+    environment,
+    wait_for_all,
+    write_opposite,
+)
 
 QUESTIONS = [
     "Tom has 3 boxes with 12 apples each and eats 5 apples. How many are left?",
@@ -33,25 +40,23 @@ INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 REPEATABLE = ("local", "deterministic:8", "tree:8", "unsplit")
 
 # Name, label, what differs in the options, what differs in the environment.
+# torch.compile takes half a minute of an engine's start, so only the two that are about it have it.
+SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+GRAPHS = {"compilation_config": GRAPHS_ONLY | SIZES}
 ENGINES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
-    ("bare", "bare", {}, INVARIANT),
-    ("off", "vllm", {}, INVARIANT),
+    ("bare", "bare", GRAPHS, INVARIANT),
+    ("off", "vllm", GRAPHS, INVARIANT),
     ("eager", "local", {"enforce_eager": True}, COUNTED),
     ("compiled", "local", {"compilation_config": {"cudagraph_mode": "NONE"}}, COUNTED),
-    (
-        "graphs-only",
-        "local",
-        {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-        COUNTED,
-    ),
-    ("invariant", "local", {}, COUNTED | INVARIANT),
-    ("local", "local", {}, COUNTED),
-    ("deterministic", "deterministic:8", {}, COUNTED),
-    ("tree", "tree:8", {}, COUNTED),
-    ("unsplit", "unsplit", {}, COUNTED),
-    ("atomic", "atomic:8", {}, COUNTED),
+    ("default", "local", {"compilation_config": SIZES}, COUNTED),
+    ("invariant", "local", GRAPHS, COUNTED | INVARIANT),
+    ("local", "local", GRAPHS, COUNTED),
+    ("deterministic", "deterministic:8", GRAPHS, COUNTED),
+    ("tree", "tree:8", GRAPHS, COUNTED),
+    ("unsplit", "unsplit", GRAPHS, COUNTED),
+    ("atomic", "atomic:8", GRAPHS, COUNTED),
 ]
-TWO_GPUS = ("two-gpus", "local", {"tensor_parallel_size": 2}, COUNTED)
+TWO_GPUS = ("two-gpus", "local", GRAPHS | {"tensor_parallel_size": 2}, COUNTED)
 
 REFUSED = [
     ("bogus", {}, "FLIPTRACE_SHRINK must name a reduction"),

@@ -12,7 +12,8 @@ CUDA graphs as vLLM has them; batches of 1, 16 and 64. Every round times every e
 a new order; each timing is a line of OUT/latency.jsonl. Medians, quartiles and goals go to OUT/latency.md.
 
 ``repeat``: a real model and adapter, batch 1, greedy, each prompt five times; how many outputs differ from the
-first time. OUT/repeat.jsonl and OUT/repeat.md.
+first time. Decoding is captured in one CUDA graph of batch 1 and nothing is compiled, as five engines at once
+took 110 to 120 s to start with vLLM's defaults. OUT/repeat.jsonl and OUT/repeat.md.
 
 ``check``: the plugin under eager mode, CUDA graphs, torch.compile, VLLM_BATCH_INVARIANT=1, several adapters, a
 server, two GPUs where there are two; and what it refuses. OUT/check.jsonl.
@@ -36,6 +37,7 @@ from typing import Any
 
 import vllm_checks
 from vllm_processes import (
+    GRAPHS_ONLY,
     LABELS_WITHOUT_PLUGIN,
     SHAPES,
     Engine,
@@ -98,6 +100,11 @@ def main() -> None:
 def digest(tokens: list[list[int]]) -> str:
     """Name an output."""
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+def versions(facts: dict[str, Any]) -> str:
+    """Say what an engine ran on."""
+    return f"{facts.get('gpu', 'no GPU')}, vLLM {facts['vllm']}, torch {facts['torch']}"
 
 
 def show_what_runs(engine: Engine) -> None:
@@ -205,10 +212,9 @@ def time_rounds(
 def summarise_latency(options: argparse.Namespace, facts: list[dict[str, Any]]) -> None:
     """Write medians, quartiles and goals over everything that latency.jsonl holds."""
     rows = [json.loads(line) for line in (options.out / "latency.jsonl").open()]
-    versions = {f"{f.get('gpu', 'no GPU')}, vLLM {f['vllm']}, torch {f['torch']}" for f in facts}
     lines = [
         f"{options.shape}, {PROMPT_TOKENS} prompt tokens, {options.tokens} generated; "
-        + "; ".join(sorted(versions)),
+        + "; ".join(sorted({versions(engine_facts) for engine_facts in facts})),
         "",
         "Milliseconds of one `generate`: median (first to third quartile), n, ratio to vLLM's own.",
         "Outputs: distinct outputs over the repeats.",
@@ -280,9 +286,10 @@ def repeat(options: argparse.Namespace) -> bool:
         "max_lora_rank": 16,
         "max_loras": 1,
         "max_model_len": 1024,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1024,
         "kv_cache_memory_bytes": GIB,
+        "compilation_config": GRAPHS_ONLY | {"cudagraph_capture_sizes": [1]},
     }
     settings = {"options": llm, "adapters": [options.adapter]}
     engines = [
@@ -292,8 +299,14 @@ def repeat(options: argparse.Namespace) -> bool:
     ]
     try:
         ready = wait_for_all(engines, options.deadline)
-        lines = ["| reduction | outputs changed | prompts changed | first change at token |"]
-        lines.append("|---|---|---|---|")
+        told = "; ".join(sorted({versions(engine.facts) for engine in ready}))
+        lines = [
+            f"{told}; batch 1, at most {options.tokens} new tokens, greedy",
+            "Decoding in one CUDA graph (FULL_DECODE_ONLY, capture size 1); no torch.compile (mode 0).",
+            "",
+            "| reduction | outputs changed | prompts changed | first change at token |",
+            "|---|---|---|---|",
+        ]
         complete = len(ready) == len(engines)
         with (options.out / "repeat.jsonl").open("a") as file:
             for engine in ready:
@@ -324,7 +337,8 @@ def repeat_one(
     for turn in range(options.repeats):
         for number, prompt in enumerate(prompts):
             if time.monotonic() > options.deadline:
-                lines.append(f"| {engine.name} | stopped in repeat {turn}: time is up | | |")
+                lines.append(counted(engine.name, changed, compared, len(prompts)))
+                lines.append(f"| | stopped in repeat {turn}: time is up | | |")
                 return False
             answer = engine.ask("generate", prompts=[prompt], adapters=[0], tokens=options.tokens)
             (tokens,) = answer["tokens"]
@@ -345,13 +359,18 @@ def repeat_one(
             }
             file.write(json.dumps(row) + "\n")
             file.flush()
+    lines.append(counted(engine.name, changed, compared, len(prompts)))
+    return True
+
+
+def counted(name: str, changed: list[tuple[int, int]], compared: int, prompts: int) -> str:
+    """Write one row of repeat.md; `changed` holds a prompt's number and the first changed token."""
     where = sorted(at for _, at in changed)
-    lines.append(
-        f"| {engine.name} | {len(changed)} of {compared} | "
-        f"{len({number for number, _ in changed})} of {len(prompts)} | "
+    return (
+        f"| {name} | {len(changed)} of {compared} | "
+        f"{len({number for number, _ in changed})} of {prompts} | "
         f"{f'{where[0]} to {where[-1]}' if where else 'none'} |"
     )
-    return True
 
 
 def first_difference(reference: list[int], candidate: list[int]) -> int | None:

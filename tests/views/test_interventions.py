@@ -75,6 +75,7 @@ def test_the_section_answers_in_order(pairs, made):
         CAVEAT[:40],
         'id="cause-boundary"',
         'id="cause-margins"',
+        "<h3>What was found</h3>",
         "Arms of every proof",
         "Could the recordings be replayed?",
         "Past or present?",
@@ -264,6 +265,16 @@ def test_a_failed_receipt_and_unequal_repeats_are_not_hidden(pairs, made):
     text = plain_interventions(report)
     assert "0 of 1" in text
     assert "NOT equal" in text
+
+
+def test_a_void_screening_says_why(pairs, made):
+    """A root that could not be judged is not shown as one that is not enough."""
+    void = dataclasses.replace(
+        made.screening(judgement=Judgement.VOID), reasons=("the unedited arm gives (358, '<b>')",)
+    )
+    root = made.root(screenings=(void,))
+    text = page(pairs.make(), InterventionReport(made.investigation(roots=(root,))))
+    assert "! void: the unedited arm gives (358, &#39;&lt;b&gt;&#39;)" in text
 
 
 def test_margins_are_the_paper_s(made):

@@ -312,6 +312,8 @@ def _outcome(screening: Screening) -> tuple[str, str, str]:
     word = judged(screening.judgement)
     if early and screening.judgement is Judgement.NOT_SUFFICIENT and arm is not None:
         word += f" (state bit-equal again after step {arm.stopped_early_at})"
+    if screening.judgement in (Judgement.VOID, Judgement.NOT_APPLICABLE) and screening.reasons:
+        word += f": {said(screening.reasons[0])}"
     return direction_name(screening.recipient, screening.donor), word, token
 
 

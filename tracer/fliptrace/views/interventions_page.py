@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 TABLE_ROWS = 200
 #: Receipts of one claim that are listed one by one.
 _RECEIPT_ROWS = 24
+#: Sentences of an investigation before the rest is folded away.
+_SENTENCES_TOLD = 8
 
 
 def section(report: InterventionReport, dtype: str) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def _investigation(found: Investigation, dtype: str) -> dict[str, Any]:
         "judged": words.judged_sentence(found),
         "effort": words.effort_sentence(found),
         "sentences": words.found_sentences(found),
+        "told": _SENTENCES_TOLD,
         "reconstruction": [
             {
                 "which": item.which,

@@ -304,7 +304,7 @@ def test_a_budget_is_kept_and_what_it_left_out_is_said(typed, case):
 
 
 def test_an_interrupted_search_goes_on_where_it_was(typed, case, monkeypatch):
-    """Ctrl-C: code 130, one line with the command that goes on, no report; then nothing that was finished runs again."""
+    """Ctrl-C: code 130, one line with the command that goes on, no report; then nothing finished runs again."""
     from fliptrace_interventions.workbench import Workbench
 
     screen, calls = Workbench.screen, []

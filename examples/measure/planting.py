@@ -1,15 +1,15 @@
 """Plant a cause among decoys: a pair whose flip is known to come from one shrink coordinate and from no other.
 
-The reference is recorded under ``unsplit``. Then single coordinates of one shrink record are pushed across their nearest
-rounding boundary, one by one and by trial, until one flips a later token. Decoys are other coordinates of the same
-record, pushed alike, of which it was tried that
+The reference is recorded under ``unsplit``. Then single coordinates of its shrink records are pushed across their
+nearest rounding boundary, one by one and by trial, until one flips a later token. Decoys are other coordinates of the
+same record, pushed across their own, of which it was tried that
 
 * each one alone leaves every token up to the flip as it was, and so do all of them together;
-* with the cause and all decoys the token flips, to the same other token as with the cause alone;
-* so it does with the cause and all decoys but any one.
+* with the cause and all decoys the token flips, to the same other token as with the cause alone.
 
-So the cause is sufficient in both directions and no decoy is in either. The candidate is a live recorded execution in
-which all of them are planted. Nothing in a trace says which one is the cause.
+So in the reference the cause is sufficient and no decoy is; in the candidate the cause undoes the flip. Whether a decoy
+does so too, taken back in the presence of all the others, is a matter of rounding; it is tried as well. The candidate
+is a live recorded execution in which all of them are planted. Nothing in a trace says which one is the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +67,9 @@ class Planted:
         decoys: coordinates that do not.
         flip_step: the step whose token flips.
         tokens: the reference's token there and the one that the cause gives.
-        push_ulp: how many 16-bit ULP each one was pushed.
+        push_ulp: how many 16-bit ULP the cause was pushed; decoys are pushed by one.
         tries: how many coordinates were tried before one flipped.
+        undone_by: those whose return to the reference's value, all else planted, gives the reference's token again.
     """
 
     site: int
@@ -79,6 +80,7 @@ class Planted:
     tokens: tuple[int, int]
     push_ulp: int
     tries: int
+    undone_by: tuple[Nudge, ...]
 
 
 class Planter:
@@ -101,9 +103,7 @@ class Planter:
         self.run = Run(
             engine=engine,
             prompt=prompt,
-            settings=PairSettings(
-                reduction="unsplit", attempts=1, max_new_tokens=max_new_tokens
-            ),
+            settings=PairSettings(reduction="unsplit", attempts=1, max_new_tokens=max_new_tokens),
             folder=folder,
             key=None,
             control="not run: the pair is planted",
@@ -149,8 +149,15 @@ class Planter:
         found = self._decoys(step, site, record, cause, flipped, decoys)
         if found is None:
             return None
+        every = (cause, *found)
+        undone_by = tuple(
+            back
+            for back in every
+            if self._first_change(step, flipped[0], site, [n for n in every if n is not back])
+            is None
+        )
         tokens = (self.tokens[flipped[0]], flipped[1])
-        return Planted(site, step, cause, found, flipped[0], tokens, push_ulp, tries)
+        return Planted(site, step, cause, found, flipped[0], tokens, push_ulp, tries, undone_by)
 
     def _decoys(
         self,
@@ -278,9 +285,13 @@ def _moved(value: Tensor, steps: int) -> Tensor:
     return torch.tensor(bits, dtype=integers).view(value.dtype)
 
 
-def describe(planted: Planted, engine: TransformersEngine, trace: Trace) -> Mapping[str, object]:
-    """Return what was planted as JSON."""
+def describe(planted: Planted, engine: TransformersEngine, trace: Trace) -> dict[str, object]:
+    """Return what was planted as JSON; coordinates are [token position, rank index]."""
     position = trace.steps[planted.step].first_position
+
+    def places(nudges: Sequence[Nudge]) -> list[list[int]]:
+        return [[position + nudge.row, nudge.rank_index] for nudge in nudges]
+
     return {
         "site": engine.sites[planted.site].path,
         "step": planted.step,
@@ -288,6 +299,7 @@ def describe(planted: Planted, engine: TransformersEngine, trace: Trace) -> Mapp
         "tokens": list(planted.tokens),
         "push_ulp": planted.push_ulp,
         "tries": planted.tries,
-        "cause": [position + planted.cause.row, planted.cause.rank_index],
-        "decoys": [[position + decoy.row, decoy.rank_index] for decoy in planted.decoys],
+        "cause": places([planted.cause])[0],
+        "decoys": places(planted.decoys),
+        "undone_by": places(planted.undone_by),
     }

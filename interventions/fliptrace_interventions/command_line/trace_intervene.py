@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from fliptrace.views import InterventionReport
     from fliptrace_interventions.command_line.running import Task
     from fliptrace_interventions.edits import Edit
+    from fliptrace_interventions.journal import Journal
     from fliptrace_interventions.workbench import Workbench
 
 #: Free continuations may get this long even where the recording was cut earlier.
@@ -222,7 +224,7 @@ def trace_intervene(
     from fliptrace.pair.pair import require_new
     from fliptrace_interventions.budget import Budget
     from fliptrace_interventions.command_line import pairs
-    from fliptrace_interventions.command_line.running import Task
+    from fliptrace_interventions.command_line.running import Task, run_task
 
     source = _source(pair_dir, demo, out)
     claims = pairs.claims_from_files(edit or [])
@@ -241,31 +243,32 @@ def trace_intervene(
             return _export(pair, source, named, export_reproducer, out, quiet or as_json)
         if out is None:
             pairs.require_writable(source)
-        with progress_bar(quiet or as_json) as show:
-            workbench = _workbench(
-                pair,
-                named.load(pair, source),
-                reduction=reduction,
-                repeats=repeats,
-                shams=shams,
-                seed=seed,
-                target=continue_to,
-                answer=None if answers is Answers.GSM8K else _no_answer,
-                expected_answer=gold,
-                max_new_tokens=_longest(pair) if max_new_tokens is None else max_new_tokens,
-            )
-            if of_cache:
-                claims.append(
-                    _cache_claim(workbench.target_step if step is None else step, numbers)
+        with contextlib.ExitStack() as kept:
+            with progress_bar(quiet or as_json) as show:
+                workbench = _workbench(
+                    pair,
+                    named.load(pair, source),
+                    reduction=reduction,
+                    repeats=repeats,
+                    shams=shams,
+                    seed=seed,
+                    target=continue_to,
+                    answer=None if answers is Answers.GSM8K else _no_answer,
+                    expected_answer=gold,
+                    max_new_tokens=_longest(pair) if max_new_tokens is None else max_new_tokens,
                 )
-            chosen = None if recipient is Recipient.BOTH else str(recipient)
-            task = Task(tuple(claims), chosen, budget)
-            task.check(workbench)
-            if out is not None:
-                pairs.copy_pair(source, out)
-            folder = source if out is None else out
-            found = _run(workbench, task, folder, no_resume, show)
-        return _report(pair, found, folder, as_json)
+                if of_cache:
+                    judged = workbench.target_step if step is None else step
+                    claims.append(_cache_claim(judged, numbers))
+                chosen = None if recipient is Recipient.BOTH else str(recipient)
+                task = Task(tuple(claims), chosen, budget)
+                task.check(workbench)
+                if out is not None:
+                    pairs.copy_pair(source, out)
+                folder = source if out is None else out
+                journal = kept.enter_context(_journal(folder, task, no_resume))
+                found = run_task(workbench, task, journal, show)
+            return _report(pair, found, folder, as_json)
 
 
 def _source(pair_dir: Path | None, demo: bool, out: Path | None) -> Path:
@@ -344,25 +347,18 @@ def _cache_claim(step: int, layers: tuple[int, ...] | None) -> tuple[Edit, ...]:
     return (CacheEdit(step, layers),)
 
 
-def _run(
-    workbench: Workbench,
-    task: Task,
-    folder: Path,
-    no_resume: bool,
-    show: Callable[[str, int, int], None],
-) -> InterventionReport:
-    """Run the task; Ctrl-C leaves the journal and says how to go on."""
+@contextlib.contextmanager
+def _journal(folder: Path, task: Task, no_resume: bool) -> Iterator[Journal]:
+    """Keep finished runs of a search beside the pair; Ctrl-C leaves them and says how to go on."""
     from fliptrace_interventions.command_line.pairs import JOURNAL_NAME
-    from fliptrace_interventions.command_line.running import run_task
     from fliptrace_interventions.journal import Journal
 
     path = folder / JOURNAL_NAME
     if no_resume:
         path.unlink(missing_ok=True)
-    journal = Journal(path if task.searches else None)
-    with journal:
+    with Journal(path if task.searches else None) as journal:
         try:
-            return run_task(workbench, task, journal, show)
+            yield journal
         except KeyboardInterrupt:
             if not task.searches:
                 raise

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from intervention_cost import memory, speed
 from intervention_rows import row_of, totals
-from planting import Planted, Planter, describe
+from planted_causes import Planted, Planter, describe
 
 import fliptrace as ft
 from fliptrace.capture.transformers_engine import TransformersEngine

@@ -363,8 +363,8 @@ def _journal(folder: Path, task: Task, no_resume: bool) -> Iterator[Journal]:
             if not task.searches:
                 raise
             raise InterruptedWithResultsError(
-                f"interrupted; {len(journal)} finished runs are kept in {path}, the report is as it was. "
-                f"trace-intervene {shlex.quote(str(folder))} goes on from there"
+                f"interrupted; {len(journal)} finished runs are kept in {path}, the report is as it was. Go on with "
+                f"trace-intervene {shlex.quote(str(folder))} and the same options"
             ) from None
 
 

@@ -91,7 +91,7 @@ def read_log(text: str) -> Findings:
             api[f"{found.group(2)}: {found.group(1)}"] += 1
         elif found := re.match(r"ERROR SUMMARY: (\d+) error", said):
             total = int(found.group(1))
-        elif said.strip() not in ("", "COMPUTE-SANITIZER"):
+        elif said.strip() not in ("", "COMPUTE-SANITIZER") and not said.startswith("Warning"):
             memory.append(said)
     if total is None:
         raise ValueError("there is no ERROR SUMMARY in the sanitizer's log: it did not finish")

@@ -20,12 +20,16 @@ from fliptrace_interventions.searches.trials import Trials
 from fliptrace_interventions.selection import resolve
 from fliptrace_interventions.workbench import EXECUTIONS, Workbench
 
+#: How many layers' caches are edited one by one.
+LAYERS = 4
+
 
 def speed(workbench: Workbench) -> dict[str, Any]:
     """Time all roots of a pair, and cache edits just before the flip, beside the same experiments from scratch.
 
     From scratch: each arm, edited and unedited, starts with the prompt and an empty cache, hands over the recipient's
-    recorded shrinks up to its edit and runs to the flip step. Nothing is restored, shared or stopped early.
+    recorded shrinks up to its edit and runs to the flip step. Nothing is restored, shared or stopped early. Where the
+    unedited arm loses the recipient's token neither way runs the edited one.
     """
     started = time.perf_counter()
     workbench.reconstruct()
@@ -34,11 +38,7 @@ def speed(workbench: Workbench) -> dict[str, Any]:
     edits: list[tuple[str, Edit]] = [
         ("prefill root" if row.step == 0 else "decode root", ShrinkEdit.of_row(row)) for row in rows
     ]
-    if workbench.target_step > 0:
-        edits += [
-            ("cache just before the flip", CacheEdit(workbench.target_step, (layer,)))
-            for layer in workbench.engine.cache_layers[:4]
-        ]
+    edits += [("cache just before the flip", edit) for edit in _cache_edits(workbench)[:LAYERS]]
     experiments = [
         _compare(workbench, kind, edit, who) for kind, edit in edits for who in EXECUTIONS
     ]
@@ -47,6 +47,7 @@ def speed(workbench: Workbench) -> dict[str, Any]:
     return {
         "flip_step": workbench.target_step,
         "roots": len(rows),
+        "roots_in_prefill": sum(row.step == 0 for row in rows),
         "reconstruction_seconds": reconstruction,
         "whole_search": _ratio(roots) if roots else None,
         "whole_search_with_reconstruction": _ratio(roots, reconstruction) if roots else None,
@@ -59,6 +60,14 @@ def speed(workbench: Workbench) -> dict[str, Any]:
         },
         "experiments": experiments,
     }
+
+
+def _cache_edits(workbench: Workbench) -> list[CacheEdit]:
+    """Return the edits of one layer's cache each that change anything."""
+    step = workbench.target_step
+    layers = workbench.engine.cache_layers if step > 0 else ()
+    edits = [CacheEdit(step, (layer,)) for layer in layers]
+    return [edit for edit in edits if workbench.select((edit,)).differing]
 
 
 def _compare(workbench: Workbench, kind: str, edit: Edit, recipient: str) -> dict[str, Any]:
@@ -109,6 +118,8 @@ def _from_scratch(
             choice = run.choice(target)
             tokens.append(None if choice is None else choice.token)
             forwards += run.forwards
+            if tokens[0] != own.token_ids[target]:
+                break
     return tuple(tokens), forwards
 
 

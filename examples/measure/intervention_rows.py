@@ -77,6 +77,7 @@ def row_of(pair: Pair, found: Investigation, gold: str | None) -> dict[str, Any]
         **_changes(found.continuations),
         "runs": found.runs,
         "forwards": found.forwards,
+        "forwards_from_scratch_at_least": found.runs * (found.target_step + 1),
         "seconds": found.seconds,
         "budget": found.budget,
         "not_covered": list(found.not_covered),
@@ -243,5 +244,9 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "answer_changes": count(lambda row: row["answer_changes"]),
         "correctness_changes": count(lambda row: row["correctness_changes"]),
         "recorded_tie_breaks": count(lambda row: row["recorded_tie_breaks"]),
+        "forwards": sum(row["forwards"] for row in rows),
+        "forwards_from_scratch_at_least": sum(
+            row["forwards_from_scratch_at_least"] for row in rows
+        ),
         "seconds": sum(row["seconds"] for row in rows),
     }

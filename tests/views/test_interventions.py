@@ -31,6 +31,7 @@ from fliptrace.views import (
 from fliptrace.views.interventions import proved_claims, token_margin
 from fliptrace.views.interventions_figures import difference_of, margin_bars
 from fliptrace.views.interventions_page import continuation_texts
+from fliptrace.views.interventions_words import gist
 
 
 def page(pair, report):
@@ -333,6 +334,21 @@ def test_the_best_of_several_judgements_decides(made):
     assert together(Judgement.VOID, Judgement.SUFFICIENT) is Judgement.SUFFICIENT
     assert together(Judgement.NOT_SUFFICIENT, Judgement.VOID) is Judgement.VOID
     assert together(Judgement.NOT_APPLICABLE, Judgement.CHANGES) is Judgement.CHANGES
+
+
+def test_the_gist_names_the_smallest_cause(made):
+    """A coordinate, else one row by its name, else how many rows together; what was not found is not made up."""
+    story = made.investigation
+    smallest = made.minimal_set()
+    several = dataclasses.replace(smallest, names=("a", "b", "c"))
+    for expected, found in (
+        ("one FP32 value: layer 2 mlp.up_proj", story()),
+        ("layer 2 mlp.gate_proj, prefill", story(best_coordinate=None)),
+        ("3 root rows together", story(best_coordinate=None, minimal_set=several)),
+        ("nothing found within what was run", story(Judgement.NOT_SUFFICIENT)),
+        ("nothing can be said", story(Judgement.VOID)),
+    ):
+        assert gist(InterventionReport(found)).startswith(expected)
 
 
 def test_long_tables_are_counted(pairs, made):

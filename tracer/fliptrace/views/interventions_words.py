@@ -47,7 +47,8 @@ def gist(report: InterventionReport) -> str:
         if found.best_coordinate is not None and _proved(found.best_coordinate):
             return f"one FP32 value: {visible(found.best_coordinate.name)}"
         if found.minimal_set is not None:
-            return f"{count(len(found.minimal_set.edits), 'edit')} together"
+            names = found.minimal_set.names
+            return visible(names[0]) if len(names) == 1 else f"{len(names)} root rows together"
         return "the cache before the flip"
     verdicts = [claim.verdict for claim in report.claims]
     return next(said(v.claim) for v in verdicts if v.judgement is Judgement.SUFFICIENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fliptrace_interventions.budget import Budget
 from fliptrace_interventions.displays import register as _register_displays
 from fliptrace_interventions.edits import (
     CacheEdit,
@@ -15,21 +16,25 @@ from fliptrace_interventions.edits import (
     edits_from_json,
     edits_to_json,
 )
+from fliptrace_interventions.journal import Journal
 from fliptrace_interventions.outcomes import gsm8k_answer
 from fliptrace_interventions.recorded import RecordedExecution
 from fliptrace_interventions.report import add_to_report
 from fliptrace_interventions.reproducer import export_reproducer, find_root
+from fliptrace_interventions.searches import investigate
 from fliptrace_interventions.selection import Selection
 from fliptrace_interventions.workbench import Workbench
 
 _register_displays()
 
 __all__ = [
+    "Budget",
     "CacheEdit",
     "CachePart",
     "Edit",
     "ForcedTokens",
     "GivenValue",
+    "Journal",
     "RecordedExecution",
     "ReplayShrinks",
     "Selection",
@@ -42,4 +47,5 @@ __all__ = [
     "export_reproducer",
     "find_root",
     "gsm8k_answer",
+    "investigate",
 ]

@@ -87,10 +87,17 @@ def test_a_story_has_all_its_parts(story, planted):
     assert found.sentences[0].startswith(found.sentence[:40])
 
 
-def test_shrinks_that_are_equal_leave_the_decision_to_the_past(planted, story):
-    """Both executions of a planted pair sum alike, so the flip step's shrinks differ only by what they are fed."""
-    found = story()
-    assert found.two_by_two is None or found.two_by_two.decided_by != "neither"
+def test_the_crossed_arms_hold_the_recorded_executions(planted, story):
+    """An execution's own cache with its own shrinks is its recording, logits and all."""
+    plant, square = planted("llama"), story().two_by_two
+    bench = workbench(plant)
+    for execution, arm in (
+        (bench.reference, square.reference_cache_reference_shrinks),
+        (bench.candidate, square.candidate_cache_candidate_shrinks),
+    ):
+        assert arm.logits_digest == execution.logits_digest(plant.step)
+        assert arm.token_id == execution.token_ids[plant.step]
+    assert square.decided_by in ("cache", "shrinks", "either", "both together")
 
 
 def test_needed_in_one_direction_is_sufficient_in_the_other(story):
@@ -131,6 +138,17 @@ def test_nothing_is_run_when_a_recording_cannot_be_reconstructed(planted):
     assert found.runs == 0
     assert "cannot be reconstructed" in found.sentence
     assert "nothing else was run" in found.not_covered[0]
+
+
+def test_where_nothing_flipped_there_is_no_token_to_reach(planted):
+    """At a step before the flip both chose the same token: roots are tried, the rest is said not to apply."""
+    found = investigate(workbench(planted("llama"), target=1))
+    assert found.reference_token == found.candidate_token
+    assert found.judgement in (Judgement.CHANGES, Judgement.NOT_APPLICABLE)
+    assert found.sentence.startswith("Both executions chose")
+    assert found.roots
+    assert (found.best_coordinate, found.minimal_set, found.two_by_two) == (None, None, None)
+    assert any("not applicable" in said for said in found.not_covered)
 
 
 def test_progress_is_told(planted):

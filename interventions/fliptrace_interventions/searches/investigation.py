@@ -69,7 +69,7 @@ def investigate(
     Args:
         workbench: the pair on an engine.
         budget: what may be spent; None: no limit. Reconstructions are done in any case.
-        progress: told (what, done, total); total 0 where it cannot be known.
+        progress: told (what, done, total); the total is one more than done where it cannot be known.
         journal: finished runs, to go on from; None keeps them in memory.
 
     Returns:
@@ -105,6 +105,12 @@ class _Story:
         self.not_covered: list[str] = []
 
     @property
+    def flipped(self) -> bool:
+        """The executions chose different tokens at the judged step."""
+        reference, candidate = self.workbench.tokens
+        return reference != candidate
+
+    @property
     def reconstructed(self) -> bool:
         """Both recordings came out bit by bit."""
         return all(found.equal and found.restored_start for found in self.reconstruction)
@@ -118,11 +124,18 @@ class _Story:
                 "nothing else was run: without both reconstructions no experiment says anything"
             )
             return
-        self._cache_before_the_flip()
-        self._roots()
-        self._cache_by_layer()
-        self._sets()
-        self._first_cache_step()
+        if not self.flipped:
+            self.not_covered.append(
+                "all but root rows and coordinates: not applicable, since both executions have the same token at the "
+                "judged step and there is none to reach"
+            )
+            self._roots()
+        else:
+            self._cache_before_the_flip()
+            self._roots()
+            self._cache_by_layer()
+            self._sets()
+            self._first_cache_step()
         self._say_what_was_not_tried()
 
     @contextlib.contextmanager
@@ -401,7 +414,9 @@ class _Story:
             judged += [result.judgement for result in self.cache_substitution.directions]
         if judged and all(judgement is Judgement.VOID for judgement in judged):
             return Judgement.VOID
-        return Judgement.CHANGES if Judgement.CHANGES in judged else Judgement.NOT_SUFFICIENT
+        if Judgement.CHANGES in judged:
+            return Judgement.CHANGES
+        return Judgement.NOT_SUFFICIENT if self.flipped else Judgement.NOT_APPLICABLE
 
 
 def holds(found: RootResult | MinimalSet) -> bool:

@@ -91,7 +91,7 @@ def minimal_set(
 
     def flips(subset: tuple[int, ...]) -> bool:
         nonlocal asked
-        trials.report(f"minimal set of {elements.unit}, {recipient}", asked, 0)
+        trials.report(f"minimal set of {elements.unit}, {recipient}", asked, asked + 1)
         asked += 1
         edits = [elements.edits[number] for number in subset]
         return trials.screen(edits, recipient, between=between).gives_donor_token

@@ -19,6 +19,8 @@ def headline(found: Investigation) -> str:
     """Return the verdict in one sentence, with the number of runs where nothing was found."""
     if found.judgement is Judgement.VOID:
         return _void(found)
+    if found.reference_token == found.candidate_token:
+        return _same_token(found)
     best = found.best_coordinate
     if best is not None:
         proof = "" if best.verdict is not None else " (screened, not proved: the budget ended)"
@@ -61,6 +63,14 @@ def _void(found: Investigation) -> str:
     if not all(item.restored_start for item in found.reconstruction):
         return "Void: a cache restored from the record does not give the recorded logits"
     return "Void: no experiment of this pair can be judged here; each says why"
+
+
+def _same_token(found: Investigation) -> str:
+    changing = sum(any(s.changes_token for s in root.screenings) for root in found.roots)
+    return (
+        f"Both executions chose {found.reference_token[1]!r} at step {found.target_step}; {changing} of "
+        f"{len(found.roots)} root rows tried change it to another token"
+    )
 
 
 def _where(coordinate: CoordinateResult) -> str:

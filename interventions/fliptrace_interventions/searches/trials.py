@@ -25,7 +25,7 @@ from fliptrace_interventions.journal import Entry, Journal, content_key
 from fliptrace_interventions.judging import combined
 from fliptrace_interventions.workbench import EXECUTIONS, Workbench
 
-#: Called as progress(what, done, total); total is 0 where it cannot be known.
+#: Called as progress(what, done, total); the total is one more than done where it cannot be known.
 Progress = Callable[[str, int, int], None]
 
 

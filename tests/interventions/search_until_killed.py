@@ -1,6 +1,6 @@
 """Fork processes that investigate a pair with one journal, kill each at a random moment, and let the last one finish.
 
-    python search_until_killed.py MODEL ADAPTER REFERENCE CANDIDATE JOURNAL OUT SHAMS KILLS
+    python search_until_killed.py MODEL ADAPTER REFERENCE CANDIDATE JOURNAL OUT SHAMS RUNS KILLS
 
 Prints what became of each: killed, or ended before.
 """
@@ -18,16 +18,18 @@ from pathlib import Path
 import torch
 
 from fliptrace.pair import diff_traces, load_engine
+from fliptrace_interventions.budget import Budget
 from fliptrace_interventions.journal import Journal
 from fliptrace_interventions.searches.investigation import investigate
 from fliptrace_interventions.workbench import Workbench
 
-LINES_AT_MOST = 25
+LINES_AT_MOST = 12
 
 
-def search(engine, traces, journal, out, shams):
+def search(engine, traces, journal, out, shams, runs):
     with diff_traces(*traces) as pair, Journal(journal) as kept:
-        found = investigate(Workbench(pair, engine, shams=shams), journal=kept)
+        bench = Workbench(pair, engine, shams=shams)
+        found = investigate(bench, journal=kept, budget=Budget(runs=runs))
     out.write_text(json.dumps(found.to_json()), "utf-8")
 
 
@@ -60,11 +62,11 @@ def kill_somewhere(child, journal):
     return "killed" if os.WIFSIGNALED(status) else "ended"
 
 
-def main(model, adapter, reference, candidate, journal, out, shams, kills):
+def main(model, adapter, reference, candidate, journal, out, shams, runs, kills):
     torch.set_num_threads(1)
     engine = load_engine(model, adapter, device="cpu")
     journal, out = Path(journal), Path(out)
-    work = (engine, (reference, candidate), journal, out, int(shams))
+    work = (engine, (reference, candidate), journal, out, int(shams), int(runs))
     for _ in range(int(kills)):
         sys.stdout.write(f"{kill_somewhere(forked(*work), journal)}\n")
     with journal.open("ab") as file:

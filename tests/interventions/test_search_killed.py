@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 from fliptrace.judgements import Investigation
+from fliptrace_interventions.budget import Budget
 from fliptrace_interventions.searches.investigation import investigate
 from fliptrace_interventions.workbench import Workbench
 
 SCRIPT = Path(__file__).parent / "search_until_killed.py"
-KILLS, SHAMS = 3, 0
+KILLS, SHAMS, RUNS = 3, 0, 60
 
 
 def without_effort(story):
@@ -27,13 +28,14 @@ def test_a_killed_search_goes_on(tmp_path, model_folders, planted):
     journal, out = tmp_path / "search.jsonl", tmp_path / "found.json"
     traces = [plant.pair.reference.name, plant.pair.candidate.name]
     folders = [str(folder) for folder in model_folders("llama")]
-    settings = [str(journal), str(out), str(SHAMS), str(KILLS)]
+    settings = [str(journal), str(out), str(SHAMS), str(RUNS), str(KILLS)]
     command = [sys.executable, str(SCRIPT), *folders, *traces, *settings]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split()[0] == "killed"
     found = Investigation.from_json(json.loads(out.read_text("utf-8")))
-    undisturbed = investigate(Workbench(plant.pair, plant.engine, shams=SHAMS))
+    bench = Workbench(plant.pair, plant.engine, shams=SHAMS)
+    undisturbed = investigate(bench, budget=Budget(runs=RUNS))
     assert without_effort(found) == without_effort(undisturbed)
     lines = journal.read_text("utf-8").splitlines()
     keys = [json.loads(line.split(" ", 1)[1])[0] for line in lines if not line.endswith('["torn')]

@@ -19,6 +19,8 @@ from fliptrace_interventions.workbench import Workbench
 #: q, k and v of the first layer read one operand, so that a nudge in one makes no other row an heir.
 SITES = (0, 1, 2)
 NUDGES = 6
+#: Where the search is short on common processors; elsewhere it goes on.
+LIKELY_SEED = 26
 
 
 class Joint:
@@ -50,7 +52,7 @@ class Joint:
 @pytest.fixture(scope="session")
 def joint(planting, tiny, llama, tmp_path_factory):
     """A pair that flips by several nudges together and by none of them alone."""
-    for seed in itertools.chain((0,), range(1, 200)):
+    for seed in dict.fromkeys((LIKELY_SEED, *range(200))):
         choose = random.Random(seed)
         prompt = tiny.prompt_ids(10, seed=choose.randrange(12))
         places = list(itertools.product(SITES, range(len(prompt))))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -18,6 +18,14 @@ from fliptrace.errors import InputError
 from fliptrace.numerics import float32_from_bits
 from fliptrace.sites import Coordinate, Site
 from fliptrace.verdicts import CoordinateDifference, RowDifference
+from fliptrace_interventions.checks import (
+    check_expect,
+    check_step,
+    choose_member,
+    is_whole,
+    listed,
+    put_in_order,
+)
 
 
 class Source(StrEnum):
@@ -48,7 +56,7 @@ class GivenValue:
 
     def __post_init__(self) -> None:
         """Refuse what is no pattern of 32 bits."""
-        if not _is_whole(self.bits) or not 0 <= self.bits < 1 << 32:
+        if not is_whole(self.bits) or not 0 <= self.bits < 1 << 32:
             raise InputError(f"bits of an FP32 value are 0 .. 0xffffffff; got {self.bits!r}")
 
     @classmethod
@@ -119,9 +127,12 @@ class ShrinkEdit(_Shown):
         site: Any = self.site
         if not isinstance(site, str) or not site:
             raise InputError(f"a shrink edit needs the path of a site; got {site!r}")
-        _check_step(self.step, 0, "a shrink edit")
-        _order(self, "positions", "rank_indices")
-        _check_expect(self.expect)
+        if self.slice is not None and not isinstance(self.slice, str):
+            raise InputError(f"a slice is named by text, or null; got {self.slice!r}")
+        choose_member(self, "value", Source, GivenValue)
+        check_step(self.step, 0, "a shrink edit")
+        put_in_order(self, "positions", "rank_indices")
+        check_expect(self.expect)
 
     @classmethod
     def of_row(cls, row: RowDifference, value: EditValue = Source.DONOR) -> ShrinkEdit:
@@ -191,9 +202,11 @@ class CacheEdit(_Shown):
 
     def __post_init__(self) -> None:
         """Put lists in order and refuse what can select nothing."""
-        _check_step(self.step, 0, "a cache edit")
-        _order(self, "layers", "positions", "heads", "dimensions")
-        _check_expect(self.expect)
+        choose_member(self, "value", Source, GivenValue)
+        choose_member(self, "part", CachePart)
+        check_step(self.step, 0, "a cache edit")
+        put_in_order(self, "layers", "positions", "heads", "dimensions")
+        check_expect(self.expect)
 
     @property
     def first_step(self) -> int:
@@ -234,8 +247,9 @@ class ReplayShrinks(_Shown):
 
     def __post_init__(self) -> None:
         """Refuse an empty range."""
+        choose_member(self, "trace", Source)
         if self.steps is not None:
-            _order(self, "steps", sort=False)
+            put_in_order(self, "steps", sort=False)
             steps: tuple[int, ...] = self.steps
             if len(steps) != 2 or steps[1] < steps[0]:
                 raise InputError(f"steps are first and last; got {list(steps)}")
@@ -277,10 +291,10 @@ class ForcedTokens(_Shown):
 
     def __post_init__(self) -> None:
         """Refuse no tokens at all."""
-        _check_step(self.from_step, 0, "forced tokens")
-        ids = tuple(self.token_ids)
-        if not ids or not all(_is_whole(token) and token >= 0 for token in ids):
-            raise InputError(f"forced tokens are token ids, at least one; got {list(ids)}")
+        check_step(self.from_step, 0, "forced tokens")
+        ids = listed(self.token_ids)
+        if not ids or not all(is_whole(token) and token >= 0 for token in ids):
+            raise InputError(f"forced tokens are token ids, at least one; got {self.token_ids!r}")
         object.__setattr__(self, "token_ids", ids)
 
     @property
@@ -313,7 +327,6 @@ _KINDS: Mapping[str, type[Edit]] = {
     "replay": ReplayShrinks,
     "tokens": ForcedTokens,
 }
-_ENUMS: Mapping[str, type[StrEnum]] = {"part": CachePart, "trace": Source}
 
 
 def edits_to_json(edits: Iterable[Edit]) -> list[dict[str, Any]]:
@@ -340,7 +353,8 @@ def edits_from_json(document: Any) -> tuple[Edit, ...]:
 
 
 def _edit_from_json(number: int, entry: Any) -> Edit:
-    if not isinstance(entry, Mapping) or entry.get("edit") not in _KINDS:
+    kinds = [*_KINDS]  # a list looks for what cannot be hashed, too
+    if not isinstance(entry, Mapping) or entry.get("edit") not in kinds:
         raise InputError(
             f"edit {number} must be an object whose key 'edit' is one of {', '.join(_KINDS)}; got {entry!r}"
         )
@@ -351,6 +365,9 @@ def _edit_from_json(number: int, entry: Any) -> Edit:
         raise InputError(
             f"edit {number} ({entry['edit']}) has no {unknown[0]!r}; it takes {', '.join(sorted(known))}"
         )
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in entry]
+    if missing:
+        raise InputError(f"edit {number} ({entry['edit']}) needs {' and '.join(missing)}")
     try:
         return kind(**{name: _from_json(name, entry[name]) for name in known if name in entry})
     except (InputError, ValueError, TypeError) as error:
@@ -360,22 +377,17 @@ def _edit_from_json(number: int, entry: Any) -> Edit:
 def _from_json(name: str, value: Any) -> Any:
     if name == "value":
         return _value_from_json(value)
-    if name in _ENUMS:
-        return _ENUMS[name](value)
     return tuple(value) if isinstance(value, list) else value
 
 
-def _value_from_json(value: Any) -> EditValue:
-    if isinstance(value, str):
-        return Source(value)
+def _value_from_json(value: Any) -> Any:
+    """Read numbers and bits; what is none of these is left to the edit, which refuses it."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return GivenValue.of(float(value))
+        return GivenValue.of(value)
     if isinstance(value, Mapping) and "bits" in value:
         bits = value["bits"]
         return GivenValue(int(bits, 16) if isinstance(bits, str) else bits)
-    raise InputError(
-        f'a value is "donor", "recipient", a number, or {{"bits": "0x3f800000"}}; got {value!r}'
-    )
+    return Source(value) if isinstance(value, str) and value in [*Source] else value
 
 
 def _to_json(kind: str, edit: ShrinkEdit | CacheEdit) -> dict[str, Any]:
@@ -388,38 +400,6 @@ def _to_json(kind: str, edit: ShrinkEdit | CacheEdit) -> dict[str, Any]:
             value = value.value
         document[item.name] = list(value) if isinstance(value, tuple) else value
     return document
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_step(step: Any, least: int, what: str) -> None:
-    if not _is_whole(step) or step < least:
-        raise InputError(f"{what} needs a step of at least {least}; got {step!r}")
-
-
-def _check_expect(expect: Any) -> None:
-    if expect is not None and (not _is_whole(expect) or expect < 1):
-        raise InputError(f"expect counts selected elements, at least 1; got {expect!r}")
-
-
-def _order(edit: Any, *names: str, sort: bool = True) -> None:
-    """Make lists of numbers canonical tuples; None stays."""
-    for name in names:
-        numbers: Sequence[Any] | None = getattr(edit, name)
-        if numbers is None:
-            continue
-        chosen = tuple(numbers)
-        if not chosen or not all(_is_whole(number) and number >= 0 for number in chosen):
-            raise InputError(
-                f"{name} must be whole numbers from 0 on, at least one, or null for all; got {numbers!r}"
-            )
-        if sort:
-            if len(set(chosen)) != len(chosen):
-                raise InputError(f"{name} lists a number twice: {list(chosen)}")
-            chosen = tuple(sorted(chosen))
-        object.__setattr__(edit, name, chosen)
 
 
 def _phase(step: int) -> str:

@@ -53,6 +53,9 @@ def test_edits_are_immutable_and_canonical():
     with pytest.raises(dataclasses.FrozenInstanceError):
         edit.step = 2
     assert ForcedTokens(2, (7,)).first_step == 3
+    assert CacheEdit(1, part="keys", value="recipient") == CacheEdit(
+        1, part=CachePart.KEYS, value=Source.RECIPIENT
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,12 @@ def test_edits_are_immutable_and_canonical():
         (lambda: GivenValue(1 << 32), "0 .. 0xffffffff"),
         (lambda: GivenValue.of(math.nan), "by its bits"),
         (lambda: GivenValue.of(1e39), "fit FP32"),
+        (lambda: ShrinkEdit(SITE, 0, value=1.0), "GivenValue"),
+        (lambda: ShrinkEdit(SITE, 0, slice=5), "slice"),
+        (lambda: ShrinkEdit(SITE, 0, positions=5), "whole numbers"),
+        (lambda: CacheEdit(1, part="weights"), "keys, values, state"),
+        (lambda: ReplayShrinks("reference"), "donor, recipient"),
+        (lambda: ForcedTokens(0, 5), "at least one"),
     ],
 )
 def test_senseless_edits_are_refused(make, words):
@@ -84,10 +93,13 @@ def test_senseless_edits_are_refused(make, words):
         ("text", "a JSON object with the key 'edit'"),
         ([], "at least one of them"),
         ([{"edit": "weights"}], "one of shrink, cache, replay, tokens"),
-        ([{"edit": "shrink", "site": SITE}], "edit 0 .shrink.*step"),
+        ([{"edit": ["shrink"]}], "one of shrink, cache, replay, tokens"),
+        ([{"edit": "shrink", "site": SITE}], "edit 0 .shrink. needs step"),
+        ([{"edit": "shrink", "site": SITE, "step": 0, "value": 10**400}], "fit FP32"),
+        ([{"edit": "shrink", "site": SITE, "step": 0, "slice": [["a"]]}], "slice"),
         ([{"edit": "shrink", "site": SITE, "step": 0, "rank": 3}], "has no 'rank'"),
         ([{"edit": "shrink", "site": SITE, "step": 0, "value": "other"}], "other"),
-        ([{"edit": "shrink", "site": SITE, "step": 0, "value": [1]}], "a value is"),
+        ([{"edit": "shrink", "site": SITE, "step": 0, "value": [1]}], "a number, or"),
         ([{"edit": "cache", "step": 1, "part": "weights"}], "weights"),
         ([{"edit": "cache", "step": 1, "value": {"bits": "0xzz"}}], "edit 0"),
     ],

@@ -2,8 +2,9 @@
 
     python examples/measure/shrink_stress.py --folder results
 
-``--launches 100000`` and the mutants take 47 s on an NVIDIA H200, of which 18 s is compiling; a million should
-take about five minutes. For memory errors see shrink_memcheck.py.
+``--launches 100000`` and the mutants took 47 s on an NVIDIA H200. About 40 s of it was compiling, as the kernels
+of `local` for further numbers of rows were compiled one by one, when they were first met; now all are compiled
+at once. A million should take one to two minutes. For memory errors see shrink_memcheck.py.
 
 Random calls (rows, offsets, mapping with -1, scale; layer shapes, ranks, slices, adapters and dtypes of
 FAMILIES) are captured into CUDA graphs, all on one stream, and the graphs are replayed at once on several
@@ -38,6 +39,10 @@ from torch import Tensor
 from fliptrace_kernels import FliptraceKernelsError, lora_shrink, parse_reduction, specification
 from fliptrace_kernels.bench.device import require_cuda, this_machine
 from fliptrace_kernels.bench.in_processes import in_processes
+from fliptrace_kernels.local import device
+from fliptrace_kernels.local.arrangements import ROW_STEPS, choose
+from fliptrace_kernels.local.calls import WORD, adapters_mode, element_of
+from fliptrace_kernels.local.compilation import WITH_PARTIALS, WITHOUT_PARTIALS, Variant
 from fliptrace_kernels.reduction import Reduction
 
 REDUCTIONS = ("deterministic:8/128", "deterministic:16/32", "local:32")
@@ -414,10 +419,11 @@ def kept_partials(
 
 
 def compile_family(job: tuple[str, Family]) -> str:
-    """Run a kernel once in one family, so that Triton's cache holds it."""
+    """Run a Triton kernel once in one family, so that Triton's cache holds it."""
     name, family = job
     numbers = Numbers(1 << 24, "cuda", 0)
-    for rows in (1, 40, MOST_ROWS):
+    # One binary serves every number of rows.
+    for rows in (1, 40):
         case = Case(family, rows, 0.7, 0, (0,) * family.slices, 0)
         x, weights, mapping = numbers.tensors(case)
         if name in mutants():
@@ -431,20 +437,55 @@ def compile_family(job: tuple[str, Family]) -> str:
         else:
             reduction = parse_reduction(name)
             lora_shrink(x, weights, mapping, reduction=reduction, scale=0.7)
-            if reduction.kind in ("deterministic", "local"):
+            if reduction.kind == "deterministic":
                 kept_partials(reduction, x, weights, mapping, 0.7)
     torch.cuda.synchronize()
     return ""
 
 
+def local_variants(name: str, rows: Sequence[int]) -> list[Variant]:
+    """List what calls of `local` with so many rows start, in every family, with and without partials."""
+    splits = parse_reduction(name).splits
+    found = []
+    for family in FAMILIES:
+        shape = {"size": family.size, "rank": family.rank, "slices": family.slices}
+        mode = adapters_mode(max(1, family.adapters), mapping=family.adapters > 0)
+        element = element_of(getattr(torch, family.dtype))
+        for count in rows:
+            layout = choose(rows=count, splits=splits, **shape)
+            found += [
+                Variant(
+                    family.size,
+                    family.rank,
+                    splits,
+                    layout,
+                    element,
+                    mode,
+                    family.size % WORD == 0,
+                    kind,
+                )
+                for kind in (WITHOUT_PARTIALS, WITH_PARTIALS)
+            ]
+    return list(dict.fromkeys(found))
+
+
+def compile_local(names: Sequence[str], rows: Sequence[int]) -> None:
+    """Compile and load at once, on all cores: what `local` compiles is kept in this process alone."""
+    variants = [
+        variant
+        for name in names
+        if parse_reduction(name).kind == "local"
+        for variant in local_variants(name, rows)
+    ]
+    device.load_all(variants, torch.cuda.current_device())
+
+
 def compile_all(names: Sequence[str], log: Callable[[str], None]) -> None:
-    """Fill the compilers' caches, in as many processes as there are cores."""
-    jobs = [(name, family) for name in names for family in FAMILIES if not name.startswith("local")]
+    """Fill Triton's cache in as many processes as there are cores, and compile `local` meanwhile."""
+    local_names = [name for name in names if name.startswith("local")]
+    jobs = [(name, family) for name in names if name not in local_names for family in FAMILIES]
     with in_processes(compile_family, jobs) as problems:
-        # `local` keeps what it compiles in this process alone.
-        for name in names:
-            for family in FAMILIES if name.startswith("local") else ():
-                compile_family((name, family))
+        compile_local(local_names, [rows for rows in ROW_STEPS if rows <= MANY_ROWS])
     for problem in problems:
         log(f"while compiling: {problem}")
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from fliptrace_kernels import lora_shrink, parse_reduction, specification
+from fliptrace_kernels.local.arrangements import ROW_STEPS
+from fliptrace_kernels.local.calls import launches
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,22 @@ def test_partials_are_added_as_specified(script, name):
     partials[3, 1, row, 7] *= 1.01
     total = script.sum_on_cpu(reduction, 0.7, partials, live)
     assert (script.bits(total) != script.bits(expected)).nonzero().tolist() == [[1, row, 7]]
+
+
+def test_every_kernel_of_local_is_compiled_before_the_first_graph(script):
+    """What random calls start, with and without partials, is on the list; compiling one by one took minutes."""
+    name = "local:32"
+    listed = set(script.local_variants(name, [n for n in ROW_STEPS if n <= script.MANY_ROWS]))
+    numbers = script.Numbers(1 << 25, "cpu", 1)
+    met = set()
+    for case in script.draw_cases(random.Random(3), 400, numbers.size):
+        x, weights, mapping = numbers.tensors(case)
+        out = torch.empty(case.shape)
+        for kind, partials in ((0, None), (1, torch.empty(32, *case.shape))):
+            arguments = (x, weights, mapping, 32, 1.0, out, partials, None, None, kind)
+            met |= {kernel.variant for kernel, _, _ in launches(*arguments)}
+    assert len(met) > 100
+    assert met <= listed
 
 
 def test_every_kernel_gets_its_share(script):

@@ -5,6 +5,7 @@
     python examples/measure/interventions.py pairs MODEL ADAPTER PAIRS/* --gold gsm8k:PATH --out rows.jsonl
     python examples/measure/interventions.py speed MODEL ADAPTER PAIR_DIR... --out speed.jsonl
     python examples/measure/interventions.py memory MODEL ADAPTER PAIR_DIR --count 1000
+    python examples/measure/interventions.py summary planted planted-0.jsonl planted-1.jsonl
 
 planted: on the bundled model, pairs in which one coordinate flips the token among at least ten decoys that do not; the
 investigation must name it as the only sufficient one. record: divergent pairs, saved as folders. pairs: the whole
@@ -13,8 +14,8 @@ interventions, resident memory.
 
 Whatever writes rows leaves out what its file holds already, and an investigation that was interrupted goes on from the
 journal in its pair's folder. --shard K/N takes every Nth piece of work, for N processes side by side, each with an
---out of its own. The last line on stdout is a JSON summary over all rows of --out; planted exits with 1 when a row is
-not as it must be.
+--out of its own; ``summary KIND FILE...`` adds their rows up. The last line on stdout is a JSON summary over all rows of
+--out; planted exits with 1 when a row is not as it must be, or when all prompts gave too few.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ from fliptrace_interventions.reconstruction import reconstruct
 from fliptrace_interventions.recorded import RecordedExecution
 from fliptrace_interventions.searches.investigation import investigate
 
+#: The shard that is everything.
+WHOLE = "0/1"
+
 
 def main() -> int:
     """Run what the command line asks for."""
@@ -64,33 +68,45 @@ def run_planted(options: argparse.Namespace) -> int:
             break
         if number in tried:
             continue
-        row = plant_and_search(engine, bundled.prompts[number].text, number, options.shams)
+        text = bundled.prompts[number].text
+        row = plant_and_search(engine, text, number, options.shams, options.seed)
         rows.append(row)
         _append(options.out, row)
         _say(f"prompt {number}: {'as planted' if row.get('as_planted') else row}")
+    summary = planted_totals(rows)
+    print(json.dumps(summary))
+    enough = options.shard != WHOLE or summary["planted"] >= options.count
+    return int(not enough or summary["as_planted"] < summary["planted"])
+
+
+def planted_totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up rows of planted pairs."""
     planted = [row for row in rows if row["planted"]]
-    wrong = [row for row in planted if not row["as_planted"]]
-    summary = {
+    return {
         "planted": len(planted),
-        "as_planted": len(planted) - len(wrong),
+        "as_planted": sum(row["as_planted"] for row in planted),
         "prompts_tried": len(rows),
         "push_ulp": sorted(row["plant"]["push_ulp"] for row in planted),
         "decoys": sum(len(row["plant"]["decoys"]) for row in planted),
         "decoys_named": sum(row["decoys_named"] for row in planted),
+        "failed_checks": [
+            [row["prompt"], name]
+            for row in planted
+            for name, passed in row["checks"].items()
+            if not passed
+        ],
         "seconds": sum(row["seconds"] for row in rows),
     }
-    print(json.dumps(summary))
-    return int(bool(wrong) or len(planted) < options.count)
 
 
 def plant_and_search(
-    engine: TransformersEngine, text: str, number: int, shams: int
+    engine: TransformersEngine, text: str, number: int, shams: int, seed: int = 0
 ) -> dict[str, Any]:
     """Plant a pair on one prompt, search it, and compare."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fliptrace-planted-") as folder:
         prompt = ft.encode_prompt(engine.loaded.tokenizer, text, source=f"bundled row {number}")
-        planter = Planter(engine, prompt, Path(folder), seed=number)
+        planter = Planter(engine, prompt, Path(folder), seed=1000 * seed + number)
         found = planter.plant()
         if found is None:
             return {
@@ -269,13 +285,29 @@ def run_speed(options: argparse.Namespace) -> int:
         rows.append(row)
         _append(options.out, row)
         _say(f"{folder}: {json.dumps(row['whole_search'])}")
-    ratios = [row["whole_search"]["ratio"] for row in rows if row["whole_search"]]
-    cache = [
-        row["by_kind"]["cache just before the flip"]["ratio"]
-        for row in rows
-        if "cache just before the flip" in row["by_kind"]
-    ]
-    print(json.dumps({"whole_search_ratios": ratios, "cache_edit_ratios": cache}))
+    print(json.dumps(speed_totals(rows)))
+    return 0
+
+
+def speed_totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """List the ratios of all pairs."""
+    return {
+        "whole_search_ratios": [
+            row["whole_search"]["ratio"] for row in rows if row["whole_search"]
+        ],
+        "by_kind": {
+            kind: [row["by_kind"][kind]["ratio"] for row in rows if kind in row["by_kind"]]
+            for kind in dict.fromkeys(kind for row in rows for kind in row["by_kind"])
+        },
+        "same_tokens": all(e["same_tokens"] for row in rows for e in row["experiments"]),
+    }
+
+
+def run_summary(options: argparse.Namespace) -> int:
+    """Add up the rows of several files."""
+    rows = [row for path in options.files for row in _known(path)]
+    add_up = {"planted": planted_totals, "pairs": totals, "speed": speed_totals}[options.kind]
+    print(json.dumps(add_up(rows)))
     return 0
 
 
@@ -341,7 +373,7 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(run=run)
         one.add_argument("--device", default="auto")
         one.add_argument("--threads", type=int, default=1)
-        one.add_argument("--shard", default="0/1", metavar="K/N")
+        one.add_argument("--shard", default=WHOLE, metavar="K/N")
         if out:
             one.add_argument("--out", type=Path, required=True)
         return one
@@ -349,6 +381,11 @@ def _parser() -> argparse.ArgumentParser:
     planted = command("planted", run_planted)
     planted.add_argument("--count", type=int, default=50)
     planted.add_argument("--shams", type=int, default=20)
+    planted.add_argument("--seed", type=int, default=0, help="what is drawn on each prompt")
+    added = commands.add_parser("summary")
+    added.set_defaults(run=run_summary, threads=1)
+    added.add_argument("kind", choices=("planted", "pairs", "speed"))
+    added.add_argument("files", type=Path, nargs="+")
     record = command("record", run_record, out=False)
     investigated = command("pairs", run_pairs)
     timed = command("speed", run_speed)

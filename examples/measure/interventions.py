@@ -14,8 +14,8 @@ interventions, resident memory.
 
 Whatever writes rows leaves out what its file holds already, and an investigation that was interrupted goes on from the
 journal in its pair's folder. --shard K/N takes every Nth piece of work, for N processes side by side, each with an
---out of its own; ``summary KIND FILE...`` adds their rows up. The last line on stdout is a JSON summary over all rows of
---out; planted exits with 1 when a row is not as it must be, or when all prompts gave too few.
+--out of its own; ``summary KIND FILE...`` adds their rows up. The last line on stdout is a JSON summary over all rows
+of --out; planted exits with 1 when a row is not as it must be, or when all prompts gave too few.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ class _Story:
             forwards=trials.forwards,
             seconds=trials.spending.seconds,
             budget=str(trials.spending.budget),
-            not_covered=tuple(self.not_covered),
+            not_covered=tuple(dict.fromkeys(self.not_covered)),
             environment=bench.environment,
             environment_differences=bench.environment_differences,
             all_roots=self.all_roots,

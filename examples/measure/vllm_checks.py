@@ -16,12 +16,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_processes import (
     GRAPHS_ONLY,
     Engine,
+    close_all,
     engine_options,
     environment,
     wait_for_all,
@@ -109,6 +111,7 @@ def check(options: argparse.Namespace) -> bool:
         book.note("two GPUs", None, "not run: there is one GPU")
     if options.only:
         plans = [plan for plan in plans if plan[0] in options.only]
+    server = None if options.skip_server else start_server(options)
     engines = {}
     for name, label, changes, more in plans:
         llm = engine_options(options.attention_backend) | {
@@ -134,15 +137,17 @@ def check(options: argparse.Namespace) -> bool:
         running = {name: engine for name, engine in engines.items() if engine in ready}
         labels = {name: label for name, label, _, _ in plans}
         check_engines(book, running, labels)
+        if server is not None:
+            started = server
+            book.attempt("server", lambda: check_server(book, started, options.deadline))
     finally:
-        for engine in engines.values():
-            engine.close()
+        close_all(engines.values())
+        if server is not None:
+            stop_server(server)
     for number, (label, _, wanted) in enumerate(REFUSED):
         output, _ = refusals[number].communicate(timeout=120)
         code = refusals[number].returncode
         book.note(f"refused: {label}", code != 0 and wanted in output, output[-300:])
-    if not options.skip_server:
-        book.attempt("server", lambda: check_server(book, options))
     return book.passed
 
 
@@ -243,8 +248,17 @@ def check_several(book: Book, engine: Engine) -> None:
     book.note("several adapters: the adapter changes the output", differs, None)
 
 
-def check_server(book: Book, options: argparse.Namespace) -> None:
-    """Check a server: it answers with an adapter, tells its status over HTTP, and logs at its end."""
+@dataclass(frozen=True)
+class Server:
+    """A server that was started; it may not be up yet."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    log: Path
+
+
+def start_server(options: argparse.Namespace) -> Server:
+    """Start a server that counts launches; it gets ready while the engines do."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -262,35 +276,44 @@ def check_server(book: Book, options: argparse.Namespace) -> None:
     command += [f"gsm8k={options.adapter}", "--dtype", "bfloat16", "--max-model-len", "1024"]
     command += ["--max-num-seqs", "8", "--gpu-memory-utilization", "0.02"]
     command += ["--kv-cache-memory-bytes", str(1 << 30), "--no-enable-prefix-caching"]
+    command += ["--compilation-config", json.dumps(GRAPHS_ONLY | SIZES)]
     if options.attention_backend:
         command += ["--attention-backend", options.attention_backend]
     log_path = options.out / "logs" / "server.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("w") as log:
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             command, stdout=log, stderr=log, env=variables, start_new_session=True
         )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        while not is_up(address):
-            if server.poll() is not None or time.monotonic() > options.deadline:
-                book.note("server: starts", False, f"see {log_path}")
-                return
-            time.sleep(1)
-        asked = {"model": "gsm8k", "prompt": QUESTIONS[0], "max_tokens": 8, "temperature": 0}
-        method = {"method": "fliptrace_shrink_status"}
-        (before,) = post(f"{address}/collective_rpc", method)["results"]
-        text = post(f"{address}/v1/completions", asked)["choices"][0]["text"]
-        (after,) = post(f"{address}/collective_rpc", method)["results"]
-        ok = after["installed"] and after["launches"] > before["launches"]
-        book.note("server: /collective_rpc tells its status", ok, {"after": after, "text": text})
-    finally:
-        if server.poll() is None:
-            server.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(40)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-    said = re.findall(r"Rank \d+ ends: \d+ launches.*", log_path.read_text(errors="replace"))
+    return Server(process, f"http://127.0.0.1:{port}", log_path)
+
+
+def stop_server(server: Server) -> None:
+    """End a server as its user would, then whatever is left of it."""
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(40)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def check_server(book: Book, server: Server, deadline: float) -> None:
+    """Check that it answers with an adapter, tells its status over HTTP, and logs at its end."""
+    while not is_up(server.address):
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            book.note("server: starts", False, f"see {server.log}")
+            return
+        time.sleep(1)
+    asked = {"model": "gsm8k", "prompt": QUESTIONS[0], "max_tokens": 8, "temperature": 0}
+    method = {"method": "fliptrace_shrink_status"}
+    (before,) = post(f"{server.address}/collective_rpc", method)["results"]
+    text = post(f"{server.address}/v1/completions", asked)["choices"][0]["text"]
+    (after,) = post(f"{server.address}/collective_rpc", method)["results"]
+    ok = after["installed"] and after["launches"] > before["launches"]
+    book.note("server: /collective_rpc tells its status", ok, {"after": after, "text": text})
+    stop_server(server)
+    said = re.findall(r"Rank \d+ ends: \d+ launches.*", server.log.read_text(errors="replace"))
     book.note("server: a line at its end", bool(said), said)
 
 

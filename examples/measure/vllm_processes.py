@@ -5,6 +5,7 @@ Used by vllm_shrink.py and vllm_checks.py; vllm_engine.py is what runs inside.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -205,11 +207,13 @@ class Engine:
                 start_new_session=True,
             )
         self._answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
-        for line in self._process.stdout:
-            self._answers.put(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                self._answers.put(line)
         self._answers.put(None)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
@@ -242,15 +246,31 @@ class Engine:
             raise RuntimeError(f"{self.name}: {answer['error']} (see {self.log})")
         return answer
 
+    def stop(self) -> None:
+        """Tell the process that no commands follow; it ends by itself."""
+        if not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
     def close(self) -> None:
         """End the process and what it started."""
+        self.stop()
         if self._process.poll() is None:
-            self._process.stdin.close()
             try:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(10)
+        self._reader.join(10)
+
+
+def close_all(engines: Iterable[Engine]) -> None:
+    """End all at once; one after the other, each takes seconds."""
+    engines = list(engines)
+    for engine in engines:
+        engine.stop()
+    for engine in engines:
+        engine.close()
 
 
 def wait_for_all(engines: list[Engine], deadline: float) -> list[Engine]:

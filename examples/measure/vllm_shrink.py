@@ -5,15 +5,15 @@
     python examples/measure/vllm_shrink.py check --out OUT --model SMOLLM2 --adapter ADAPTER
 
 Needs vLLM and a CUDA GPU, no network. Each reduction has an engine of its own in a process of its own. They
-start together and share the GPU's memory, but only one of them works at a time.
+start together and share the GPU's memory; in ``latency`` and ``check`` only one of them works at a time.
 
 ``latency``: Llama-3.2-3B's shape with dummy weights, random adapters, 100-token random prompts, 150 tokens,
 CUDA graphs as vLLM has them; batches of 1, 16 and 64. Every round times every engine once at every batch, in
 a new order; each timing is a line of OUT/latency.jsonl. Medians, quartiles and goals go to OUT/latency.md.
 
 ``repeat``: a real model and adapter, batch 1, greedy, each prompt five times; how many outputs differ from the
-first time. Decoding is captured in one CUDA graph of batch 1 and nothing is compiled, as five engines at once
-took 110 to 120 s to start with vLLM's defaults. OUT/repeat.jsonl and OUT/repeat.md.
+first time. All engines work at once. Decoding is captured in one CUDA graph of batch 1 and nothing is compiled, as
+five engines at once took 110 to 120 s to start with vLLM's defaults. OUT/repeat.jsonl and OUT/repeat.md.
 
 ``check``: the plugin under eager mode, CUDA graphs, torch.compile, VLLM_BATCH_INVARIANT=1, several adapters, a
 server, two GPUs where there are two; and what it refuses. OUT/check.jsonl.
@@ -32,8 +32,9 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import vllm_checks
 from vllm_processes import (
@@ -41,6 +42,7 @@ from vllm_processes import (
     LABELS_WITHOUT_PLUGIN,
     SHAPES,
     Engine,
+    close_all,
     engine_options,
     environment,
     wait_for_all,
@@ -155,8 +157,7 @@ def latency(options: argparse.Namespace) -> bool:
         summarise_latency(options, [engine.facts for engine in running.values()])
         return complete and len(running) == len(engines)
     finally:
-        for engine in engines.values():
-            engine.close()
+        close_all(engines.values())
 
 
 def time_rounds(
@@ -308,38 +309,42 @@ def repeat(options: argparse.Namespace) -> bool:
             "|---|---|---|---|",
         ]
         complete = len(ready) == len(engines)
-        with (options.out / "repeat.jsonl").open("a") as file:
-            for engine in ready:
-                if engine.name not in LABELS_WITHOUT_PLUGIN:
-                    show_what_runs(engine)
-                prompts = engine.ask("chat", texts=texts)["prompts"]
-                complete &= repeat_one(options, engine, prompts, file, lines)
+        for engine in ready:
+            if engine.name not in LABELS_WITHOUT_PLUGIN:
+                show_what_runs(engine)
+        with (options.out / "repeat.jsonl").open("a") as file, ThreadPoolExecutor() as pool:
+            # Nothing is timed, so all work at once, each in a process of its own.
+            found = pool.map(lambda engine: repeat_one(options, engine, texts, file), ready)
+            for finished, rows in found:
+                complete &= finished
+                lines += rows
         text = "\n".join(lines) + "\n"
         (options.out / "repeat.md").write_text(text)
         print(text, flush=True)
         return complete
     finally:
-        for engine in engines:
-            engine.close()
+        close_all(engines)
 
 
 def repeat_one(
-    options: argparse.Namespace,
-    engine: Engine,
-    prompts: list[list[int]],
-    file: Any,
-    lines: list[str],
-) -> bool:
-    """Run every prompt of one engine `repeats` times; all prompts once, then again."""
+    options: argparse.Namespace, engine: Engine, texts: list[str], file: TextIO
+) -> tuple[bool, list[str]]:
+    """Run every prompt of one engine `repeats` times; all prompts once, then again.
+
+    Returns:
+        Whether all ran, and lines of repeat.md.
+    """
+    prompts = engine.ask("chat", texts=texts)["prompts"]
     first: dict[int, list[int]] = {}
     changed: list[tuple[int, int]] = []
     compared = 0
     for turn in range(options.repeats):
         for number, prompt in enumerate(prompts):
             if time.monotonic() > options.deadline:
-                lines.append(counted(engine.name, changed, compared, len(prompts)))
-                lines.append(f"| | stopped in repeat {turn}: time is up | | |")
-                return False
+                return False, [
+                    counted(engine.name, changed, compared, len(prompts)),
+                    f"| | stopped in repeat {turn}: time is up | | |",
+                ]
             answer = engine.ask("generate", prompts=[prompt], adapters=[0], tokens=options.tokens)
             (tokens,) = answer["tokens"]
             reference = first.setdefault(number, tokens)
@@ -357,10 +362,10 @@ def repeat_one(
                 "output": digest([tokens]),
                 "first_change": at,
             }
+            # One call per line: the other engines write here, too.
             file.write(json.dumps(row) + "\n")
             file.flush()
-    lines.append(counted(engine.name, changed, compared, len(prompts)))
-    return True
+    return True, [counted(engine.name, changed, compared, len(prompts))]
 
 
 def counted(name: str, changed: list[tuple[int, int]], compared: int, prompts: int) -> str:

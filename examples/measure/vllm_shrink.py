@@ -212,7 +212,7 @@ def time_rounds(
 
 def summarise_latency(options: argparse.Namespace, facts: list[dict[str, Any]]) -> None:
     """Write medians, quartiles and goals over everything that latency.jsonl holds."""
-    rows = [json.loads(line) for line in (options.out / "latency.jsonl").open()]
+    rows = [json.loads(line) for line in (options.out / "latency.jsonl").read_text().splitlines()]
     lines = [
         f"{options.shape}, {PROMPT_TOKENS} prompt tokens, {options.tokens} generated; "
         + "; ".join(sorted({versions(engine_facts) for engine_facts in facts})),
@@ -279,7 +279,9 @@ def goals(medians: dict[tuple[str, int, int], float], tokens: int) -> list[str]:
 
 def repeat(options: argparse.Namespace) -> bool:
     """Count outputs that differ from the first time, one prompt at a time."""
-    questions = [json.loads(line) for line in options.prompts.open()][: options.count]
+    questions = [json.loads(line) for line in options.prompts.read_text().splitlines()][
+        : options.count
+    ]
     texts = [row.get("question") or row["prompt"] for row in questions]
     llm = engine_options(options.attention_backend) | {
         "model": options.model,

@@ -69,7 +69,7 @@ def test_engines_that_work_at_once_are_counted_apart(script, tmp_path):
     assert "| vllm | 0 of 9 | 0 of 3 | none |" in table
     assert "| atomic:8 | 3 of 9 | 1 of 3 | 3 to 3 |" in table
     assert "| local | 0 of 9 | 0 of 3 | none |" in table
-    rows = [json.loads(line) for line in (wanted.out / "repeat.jsonl").open()]
+    rows = [json.loads(line) for line in (wanted.out / "repeat.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * 3 * 4
     for label in ("vllm", "atomic:8", "local"):
         places = [(row["repeat"], row["prompt"]) for row in rows if row["reduction"] == label]

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fliptrace_kernels import launch_configuration, parse_reduction
 from fliptrace_kernels.configurations import DEFAULT_BLOCK_K, DEFAULT_SPLITS, Launch, launch_for
 from fliptrace_kernels.hand_over_counters import _Reserve
+from fliptrace_kernels.local.calls import launches
 
 KINDS = ["unsplit", "deterministic", "tree", "atomic"]
 BLOCKS = [16, 32, 64, 128, 256, 512, 1024]
@@ -70,7 +71,12 @@ def test_described_launches():
     assert found["grid"] == [[192, 1, 1], [64, 1, 1]]
     assert (found["block_m"], found["block_n"], found["block_k"]) == (16, 16, 32)
     assert found["x_eviction"] == found["a_eviction"] == ""
-    assert described("tree:8")["kernel"] == "lora_shrink_partials"
+    assert found["second_kernel"] is None
+    tree = described("tree:8")
+    assert (tree["kernel"], tree["second_kernel"]) == (
+        "lora_shrink_partials",
+        "lora_shrink_add_partials",
+    )
     assert described("deterministic:1")["kernel"] == "lora_shrink_unsplit"
     assert described("deterministic:8", rows=0)["grid"] == []
     vllm = described("atomic:vllm", rows=1, slices=3)
@@ -79,6 +85,20 @@ def test_described_launches():
         32,
         [[192, 1, 1]],
     )
+
+
+def test_described_launches_of_local():
+    """Five slices are two launches, each with its grid and everything that its kernel is compiled with."""
+    pytest.importorskip("cuda.bindings")
+    found = described("local", rows=300, slices=5)
+    assert found["reduction"] == "local:32/32"
+    assert found["kernel"] == "fliptrace_lora_shrink_local_s32"
+    weights = [torch.empty(16, 576, dtype=torch.bfloat16) for _ in range(5)]
+    x, out = torch.empty(300, 576, dtype=torch.bfloat16), torch.empty(5, 300, 16)
+    started = list(launches(x, weights, None, 32, 1.0, out))
+    assert found["grid"] == [list(grid) for _, grid, _ in started]
+    assert found["arrangement"] == [kernel.variant.constants for kernel, _, _ in started]
+    assert described("local", rows=0)["arrangement"] == []
 
 
 def test_captured_launches_never_share_counters():

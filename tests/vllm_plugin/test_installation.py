@@ -299,3 +299,17 @@ def test_each_set_of_weights_is_checked_once_and_counted(operators, call):
         operator.call(x[:2], weights, out[:, :2], *operators.metadata(mapping[:2], 2), 1.0)
     assert installation.replacement.layers == 3
     assert installation.replacement.launches() is None
+
+
+def test_other_weights_at_the_same_address_are_checked(operators):
+    """Memory that comes back with more adapters, or with weights that are no weights, is no old layer."""
+    operator = operators.define()
+    installation = install(settings(), operator)
+    x, weights, out, mapping = operators.tensors(**SHAPE, seed=1)
+    meta = operators.metadata(mapping.clamp(max=0), 2)
+    operator.call(x, [weight[:1] for weight in weights], out, *meta, 1.0)
+    operator.call(x, weights, out, *meta, 1.0)
+    assert installation.replacement.layers == 2
+    reshaped = [weight.view(2, 2, 4, 100) for weight in weights]
+    with pytest.raises(PluginError, match="lora_a_weights must all be contiguous"):
+        operator.call(x, reshaped, out, *meta, 1.0)

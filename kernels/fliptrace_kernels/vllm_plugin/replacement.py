@@ -111,7 +111,8 @@ class ShrinkReplacement:
             inputs.shape[1],
             output_tensor.shape[0],
             output_tensor.shape[2],
-            *[weight.data_ptr() for weight in lora_a_weights],
+            # Memory may come back as weights of another shape.
+            *[(weight.data_ptr(), weight.shape) for weight in lora_a_weights],
         )
         if seen not in self._seen:
             _check(inputs, lora_a_weights, output_tensor, token_lora_mapping)

@@ -28,6 +28,7 @@ from fliptrace_interventions.audit import (
 from fliptrace_interventions.digests import digest_of_shrinks, digest_tensors, hexes
 from fliptrace_interventions.edits import Source
 from fliptrace_interventions.plans import Place, Plan
+from fliptrace_interventions.rounding_errors import Computed, with_recorded_error
 
 #: How a digest reads that was never taken.
 MISSING = ""
@@ -105,6 +106,7 @@ def run_arm(
     plan: Plan,
     settings: ArmSettings,
     known: Sequence[ArmRun] = (),
+    computed: Computed | None = None,
 ) -> ArmRun:
     """Run an arm once. The caller has chosen the reduction.
 
@@ -113,13 +115,15 @@ def run_arm(
         plan: what to do.
         settings: how to continue.
         known: unedited arms from the same start under the same settings, to stop early by; none: run to the end.
+        computed: what the reduction gives for the recorded operands: later shrinks then keep their recorded rounding
+            errors, as long as the recorded tokens are fed; None: they are computed and nothing else.
 
     Returns:
         What it showed. Whatever fails inside is raised; the engine's interceptor and audit are taken off first.
     """
     run = ArmRun(plan)
     audit = ArmAudit()
-    handover = Handover(engine, plan)
+    handover = Handover(engine, plan, computed)
     with engine.audited(audit), engine.intercepted(handover):
         _Continuation(engine, settings, audit, handover, run, known).go()
     return run
@@ -128,10 +132,11 @@ def run_arm(
 class Handover:
     """The interceptor of one arm: hands over recorded, edited or computed shrinks, as the plan says."""
 
-    def __init__(self, engine: Engine, plan: Plan) -> None:
-        """Prepare for ``plan``."""
+    def __init__(self, engine: Engine, plan: Plan, computed: Computed | None = None) -> None:
+        """Prepare for ``plan``; see run_arm."""
         self.engine = engine
         self.plan = plan
+        self.computed: Computed = computed or {}
         self.step = -1
         self.written: dict[Place, Tensor] = {}
         self.replayed: list[Tensor] = []
@@ -150,14 +155,19 @@ class Handover:
         patches = plan.patches.get(place, ())
         replay = plan.replays.get(self.step)
         recorded = plan.is_recorded(place)
+        computed = None if recorded or replay is not None else self.computed.get(place)
         if replay is None and not recorded and not patches:
-            return z
+            if computed is None:
+                return z
+            return with_recorded_error(z, computed, plan.recipient.shrink(self.step, site))
         if replay is not None or (plan.watched_from is not None and place >= plan.watched_from):
             self.operands[place] = self._operand_digests(operand)
         if replay is not None:
             given = plan.execution(replay).shrink(self.step, site)
         elif recorded:
             given = plan.recipient.shrink(self.step, site)
+        elif computed is not None:
+            given = with_recorded_error(z, computed, plan.recipient.shrink(self.step, site))
         else:
             given = z.clone()
         if given.shape != z.shape:
@@ -219,6 +229,8 @@ class _Continuation:
             if limit is not None and len(plan.recipient.prompt_ids) + step > limit:
                 run.stop_reason = "context full"
                 return
+            if 0 < step <= plan.target and token != plan.recipient.token_ids[step - 1]:
+                self.handover.computed = {}  # another token than the recorded: no error belongs to it
             cached = self._patch_cache(step)
             arrived, logits = self._forward(step, token, cached)
             choice = choose(logits, step)

@@ -19,6 +19,7 @@ from fliptrace_interventions.outcomes import same_answer
 from fliptrace_interventions.plans import Plan
 from fliptrace_interventions.reconstruction import reconstruct
 from fliptrace_interventions.recorded import RecordedExecution
+from fliptrace_interventions.rounding_errors import Computed, computed_shrinks
 
 #: How many unedited arms are remembered; the least recently used one is run again when needed.
 UNEDITED_KEPT = 512
@@ -34,6 +35,7 @@ class Bench:
         engine: the engine.
         reduction: of the continuations; schedule_seed: its arrival schedule where atomics are simulated, else None.
         repeats: how often an arm runs where repeats are asked for.
+        recorded_errors: later shrinks keep the recipient's recorded rounding errors; see rounding_errors.
         runs: arms run so far, reconstructions included; forwards: forward passes so far.
     """
 
@@ -47,6 +49,7 @@ class Bench:
         repeats: int,
         answer: Callable[[str], object],
         expected_answer: object,
+        recorded_errors: bool = False,
     ) -> None:
         """Start with nothing run."""
         self.engine = engine
@@ -56,9 +59,11 @@ class Bench:
         self.repeats = repeats
         self.answer = answer
         self.expected_answer = expected_answer
+        self.recorded_errors = recorded_errors
         self.runs = 0
         self.forwards = 0
         self._unedited: OrderedDict[tuple[Any, ArmSettings], list[ArmRun]] = OrderedDict()
+        self._computed: dict[tuple[str, int], Computed] = {}
         self._reconstructions: dict[tuple[str, int], Reconstruction] = {}
 
     @contextlib.contextmanager
@@ -96,10 +101,21 @@ class Bench:
         self, plan: Plan, settings: ArmSettings = FORCED, known: Sequence[ArmRun] = ()
     ) -> ArmRun:
         """Run one arm once; with unedited arms that are known it may stop early."""
-        found = run_arm(self.engine, plan, settings, known if self._may_stop_early else ())
+        computed = self._computed_shrinks(plan) if self.recorded_errors else None
+        found = run_arm(
+            self.engine, plan, settings, known if self._may_stop_early else (), computed
+        )
         self.runs += 1
         self.forwards += found.forwards
         return found
+
+    def _computed_shrinks(self, plan: Plan) -> Computed:
+        """Compute a recipient's shrinks anew, once."""
+        key = (plan.recipient.which, plan.target)
+        if key not in self._computed:
+            self._computed[key] = computed_shrinks(self.engine, plan.recipient, plan.target)
+            self.forwards += plan.target + 1
+        return self._computed[key]
 
     @property
     def _may_stop_early(self) -> bool:
@@ -124,13 +140,14 @@ class Bench:
 
     def _known(self, plan: Plan, settings: ArmSettings) -> list[ArmRun]:
         """List remembered unedited arms that start from the same state: one step, one cache (none before step 0)."""
+        of_either = plan.start == 0 and not self.recorded_errors
         return [
             runs[0]
             for (_, others), runs in self._unedited.items()
             if others == settings
             and runs[0].plan.start == plan.start
             and runs[0].plan.target == plan.target
-            and (plan.start == 0 or runs[0].plan.recipient is plan.recipient)
+            and (of_either or runs[0].plan.recipient is plan.recipient)
         ]
 
     def repeated(

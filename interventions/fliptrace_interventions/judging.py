@@ -138,7 +138,8 @@ def own_token_kept(evidence: Evidence) -> tuple[str, ...]:
     reason = (
         f"the unedited arm {what} ({arm.token_id}, {arm.token_text!r}) at step {evidence.target_step}, not the "
         f"{evidence.recipient}'s own ({evidence.recipient_token}): computing what follows under {evidence.reduction} "
-        "changes the token without any edit. Edit a later place, or continue under another reduction"
+        "changes the token without any edit, so nothing can be said of the edit. Edit a later place, continue under "
+        "another reduction, or keep the recorded rounding errors (continuation 'recorded'), which asks another question"
     )
     return (reason,)
 

@@ -5,7 +5,8 @@ Meaning, for an arm that starts at step s, with places ordered by (step, site):
 * everything before s is the recipient's recorded state;
 * up to and including ``recorded_until`` every shrink is the recipient's recorded one, with the patches applied; for an
   edit at one site that is this site, so that what comes before it keeps its recorded values;
-* after it everything is computed under the continuation's reduction, and patches apply to what was computed;
+* after it everything is computed under the continuation's reduction, where asked for with the recorded rounding errors
+  (see rounding_errors), and patches apply to what was computed;
 * a step that is replayed hands over one execution's recorded shrinks at every site.
 """
 

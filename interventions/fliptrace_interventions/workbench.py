@@ -35,6 +35,8 @@ from fliptrace_kernels import ReductionError, parse_reduction
 
 #: The two executions of a pair.
 EXECUTIONS = ("reference", "candidate")
+#: How shrinks after an edit may come about, and what that adds to the reduction's name wherever it is told or kept.
+CONTINUATIONS = {"computed": "", "recorded": " with the recipient's recorded rounding errors"}
 
 
 class Workbench:
@@ -45,7 +47,7 @@ class Workbench:
         engine: where continuations run.
         reference: the reference as it was recorded; candidate likewise.
         target_step: the step whose token is judged: the flip, unless another was asked for.
-        reduction: of the continuations, in its long form.
+        reduction: of the continuations, in its long form, and whether recorded rounding errors are kept.
         repeats, shams, seed: as asked.
         environment: the engine's description, without the reduction that it happens to be set to.
         environment_differences: (key, recorded, now): what differs from where the pair was recorded, of all that is
@@ -66,6 +68,7 @@ class Workbench:
         answer: Callable[[str], object] | None = None,
         expected_answer: object = None,
         max_new_tokens: int | None = None,
+        continuation: str = "computed",
     ) -> None:
         """Check that the pair and the engine belong together.
 
@@ -83,6 +86,9 @@ class Workbench:
             expected_answer: what the answer should be; continuations then say whether it is correct.
             max_new_tokens: at which length of the whole answer a free continuation ends at the latest; None: as
                 recorded.
+            continuation: ``computed``: everything after an edit is what the reduction gives. ``recorded``: each later
+                shrink keeps the rounding error that the recipient recorded: another question, with verdicts of its own;
+                ``reduction`` then says so. See fliptrace_interventions.rounding_errors.
 
         Raises:
             InputError: the traces are redacted, cut short or of another model, adapter, dtype or engine; nothing
@@ -100,7 +106,17 @@ class Workbench:
         self.reference = RecordedExecution(pair.reference, engine, "reference")
         self.candidate = RecordedExecution(pair.candidate, engine, "candidate")
         self.target_step = self._choose_target(target)
-        self.reduction, repeatable = _continuation(reduction, allow_unrepeatable)
+        identity, repeatable = _continuation(reduction, allow_unrepeatable)
+        if continuation not in CONTINUATIONS:
+            raise InputError(
+                f"continuation must be one of {', '.join(CONTINUATIONS)}; got {continuation!r}"
+            )
+        if continuation == "recorded" and not repeatable:
+            raise InputError(
+                f"recorded rounding errors are told apart from a reduction that repeats; {identity} does not, so use "
+                "unsplit, or continuation='computed'"
+            )
+        self.reduction = identity + CONTINUATIONS[continuation]
         self.repeats, self.shams, self.seed = repeats, shams, seed
         self.environment: dict[str, Any] = {
             name: dict(section)
@@ -116,12 +132,13 @@ class Workbench:
         )
         self._bench = Bench(
             engine,
-            self.reduction,
+            identity,
             seed if engine.simulates_atomics and not repeatable else None,
             repeatable_by_construction=repeatable,
             repeats=repeats,
             answer=answer or gsm8k_answer,
             expected_answer=expected_answer,
+            recorded_errors=continuation == "recorded",
         )
 
     @property

@@ -16,6 +16,13 @@ class Recipient(StrEnum):
     BOTH = "both"
 
 
+class Continuation(StrEnum):
+    """How shrinks after an edit come about; see Workbench."""
+
+    COMPUTED = "computed"
+    RECORDED = "recorded"
+
+
 class Answers(StrEnum):
     """How the final answer is taken out of a continuation's text."""
 

@@ -31,6 +31,7 @@ from fliptrace_interventions.command_line.options import (
     MODEL,
     OUTPUT,
     Answers,
+    Continuation,
     Recipient,
 )
 
@@ -105,6 +106,14 @@ def trace_intervene(
             rich_help_panel=EVIDENCE,
         ),
     ] = "unsplit",
+    continuation: Annotated[
+        Continuation,
+        typer.Option(
+            help="computed, or another question with verdicts of its own: recorded keeps the rounding error that each "
+            "later shrink was recorded with. A search for that needs --out.",
+            rich_help_panel=EVIDENCE,
+        ),
+    ] = Continuation.COMPUTED,
     repeats: Annotated[
         int,
         typer.Option(
@@ -234,6 +243,11 @@ def trace_intervene(
         raise InputError(
             f"a search runs in both executions; --recipient {recipient} goes with --edit, --step or --layers"
         )
+    if continuation is Continuation.RECORDED and out is None and not (claims or of_cache):
+        raise InputError(
+            "a search with --continuation recorded asks another question than the pair's own story and must not take "
+            "its place; name a new folder with --out"
+        )
     named = _Model(model, adapter, str(engine), device, str(dtype))
     budget = Budget(budget_runs, budget_minutes)
     if out is not None:
@@ -249,6 +263,7 @@ def trace_intervene(
                     pair,
                     named.load(pair, source),
                     reduction=reduction,
+                    continuation=str(continuation),
                     repeats=repeats,
                     shams=shams,
                     seed=seed,

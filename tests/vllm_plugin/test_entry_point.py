@@ -12,6 +12,7 @@ import pytest
 import fliptrace_kernels.vllm_plugin as entry
 from fliptrace_kernels.vllm_plugin.errors import PluginError
 from fliptrace_kernels.vllm_plugin.settings import Settings, read
+from fliptrace_kernels.vllm_plugin.workers import RAY_VARIABLE, carry_to_ray
 
 
 def run(code, **environment):
@@ -85,3 +86,25 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused():
     """FLIPTRACE_COUNT_LAUNCHES=yes would otherwise count nothing, silently."""
     with pytest.raises(PluginError, match=r"FLIPTRACE_COUNT_LAUNCHES must be 0 or 1; got 'yes'"):
         read({"FLIPTRACE_SHRINK": "unsplit", "FLIPTRACE_COUNT_LAUNCHES": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"FLIPTRACE_SHRINK": "local"}, "FLIPTRACE_SHRINK"),
+        (
+            {
+                "FLIPTRACE_SHRINK": "local",
+                "FLIPTRACE_COUNT_LAUNCHES": "1",
+                RAY_VARIABLE: "MINE, HIS",
+            },
+            "MINE,HIS,FLIPTRACE_SHRINK,FLIPTRACE_COUNT_LAUNCHES",
+        ),
+    ],
+)
+def test_workers_that_ray_starts_get_the_variables(before, after):
+    """What the user has vLLM copy stays; doing it again adds nothing."""
+    environment = dict(before)
+    for _ in range(2):
+        carry_to_ray(environment)
+        assert environment == {**before, RAY_VARIABLE: after}

@@ -10,16 +10,20 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from collections.abc import MutableMapping
 from multiprocessing.util import Finalize
 from typing import Any, Final, TypedDict
 
-from fliptrace_kernels.vllm_plugin import SHRINK_VARIABLE, coverage, settings
+from fliptrace_kernels.vllm_plugin import COUNT_VARIABLE, SHRINK_VARIABLE, coverage, settings
 from fliptrace_kernels.vllm_plugin.errors import PluginError
 from fliptrace_kernels.vllm_plugin.installation import Installation, install
 from fliptrace_kernels.vllm_plugin.shrink_operator import Operator
 
 STATUS_METHOD: Final = "fliptrace_shrink_status"
 """Method that the plugin adds to vLLM's workers."""
+
+RAY_VARIABLE: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Names, after commas, of variables that vLLM copies to workers on other nodes."""
 
 _NEEDED: Final = {"vllm_config", "rank"}  # of WorkerBase.__init__, which keeps them as attributes
 
@@ -70,7 +74,16 @@ def set_up() -> Installation:
     load_operator()
     installation = install(wanted, Operator())
     watch(WorkerBase, installation)
+    carry_to_ray(os.environ)
     return installation
+
+
+def carry_to_ray(environment: MutableMapping[str, str]) -> None:
+    """Let vLLM copy the plugin's variables to workers that Ray starts; without, they would run vLLM's shrink."""
+    carried = [name.strip() for name in environment.get(RAY_VARIABLE, "").split(",")]
+    wanted = [name for name in (SHRINK_VARIABLE, COUNT_VARIABLE) if environment.get(name)]
+    names = dict.fromkeys(name for name in (*carried, *wanted) if name)
+    environment[RAY_VARIABLE] = ",".join(names)
 
 
 def load_operator() -> None:
@@ -175,9 +188,8 @@ def ask(llm: Any) -> list[WorkerStatus]:
             raise
         raise PluginError(
             "this engine's workers run without the plugin and use vLLM's own shrink. Set "
-            f"{SHRINK_VARIABLE} before the process first uses vLLM (with Ray on every node, through "
-            f"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY={SHRINK_VARIABLE}), and leave VLLM_PLUGINS unset or "
-            "name 'fliptrace' in it"
+            f"{SHRINK_VARIABLE} before the process first uses vLLM, install fliptrace on every node, and "
+            "leave VLLM_PLUGINS unset or name 'fliptrace' in it"
         ) from error
     return statuses
 

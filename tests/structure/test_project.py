@@ -24,11 +24,12 @@ def test_transformers_is_new_enough():
 
 
 def test_extras_are_the_promised_ones():
-    """vllm, studies, notebook and dev."""
+    """vllm, studies, notebook, docs and dev."""
     assert set(PROJECT["project"]["optional-dependencies"]) == {
         "vllm",
         "studies",
         "notebook",
+        "docs",
         "dev",
     }
 

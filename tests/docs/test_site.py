@@ -1,0 +1,85 @@
+"""The hooks of the site: links between the repository and the site, and the check of what was built."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+
+import pytest
+
+PAGE = (
+    '<html><head><link rel="stylesheet" href="{style}"></head>'
+    '<body><h2 id="there">x</h2><a href="{link}">y</a></body></html>'
+)
+
+
+@pytest.fixture(scope="module")
+def hooks(repository_root):
+    """The module that MkDocs loads."""
+    pytest.importorskip("mkdocs", reason="the docs extra is not installed")
+    spec = importlib.util.spec_from_file_location("hooks", repository_root / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def files(hooks, pages):
+    """The files of the site, as MkDocs has them."""
+    from mkdocs.structure.files import File, Files
+
+    names = [*pages, *hooks.PAGES_ELSEWHERE]
+    return Files([File(name, "docs", "site", use_directory_urls=False) for name in names])
+
+
+def test_links_into_the_repository_become_links_of_the_site(hooks, files, caplog):
+    """A README goes to its page, a page stays one, a file of the repository becomes its path."""
+
+    def rewritten(text, page="how-to/bench.md", source="docs/how-to/bench.md"):
+        return hooks.links_of_the_site(text, page, source, files)
+
+    with caplog.at_level(logging.WARNING, "mkdocs.hooks.fliptrace"):
+        assert rewritten("[a](../../kernels/README.md#how-fast)") == (
+            "[a](../components/kernels.md#how-fast)"
+        )
+        assert rewritten("[a](../errors.md)") == "[a](../errors.md)"
+        assert rewritten("[a](../docs/recipes.md)", "components/tracer.md", "tracer/README.md") == (
+            "[a](../recipes.md)"
+        )
+        assert rewritten("[the log](../../.ci/run)") == "the log (`.ci/run`)"
+        assert rewritten("[a](https://example.org)") == "[a](https://example.org)"
+    assert caplog.text == ""
+
+
+def test_a_link_to_nothing_is_a_warning(hooks, files, caplog):
+    """MkDocs counts warnings of this logger, and a strict build fails."""
+    with caplog.at_level(logging.WARNING, "mkdocs.hooks.fliptrace"):
+        hooks.links_of_the_site("[a](../no-such-file.py)", "index.md", "docs/index.md", files)
+    assert "no-such-file.py, which is neither a page nor a file" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("style", "link", "finding"),
+    [
+        ("page.html", "page.html#there", None),
+        ("page.html", "https://example.org/#there", None),
+        ("page.html", "missing.html", "links to missing.html, which was not built"),
+        ("page.html", "page.html#gone", "links to page.html#gone, and there is no such heading"),
+        ("page.html", "#gone", "links to #gone, and there is no such heading"),
+        ("https://example.org/a.css", "page.html", "from another host"),
+    ],
+)
+def test_the_check_of_the_built_site(hooks, tmp_path, style, link, finding):
+    """A dead link, a dead heading and a request to another host are found; what is right is not."""
+    (tmp_path / "page.html").write_text(PAGE.format(style=style, link=link), "utf-8")
+    found = hooks.findings(tmp_path)
+    assert len(found) == (finding is not None)
+    assert finding is None or finding in found[0]
+
+
+def test_every_page_elsewhere_is_in_the_navigation(hooks, repository_root):
+    """The decision logs are reachable."""
+    settings = (repository_root / "mkdocs.yml").read_text("utf-8")
+    assert set(hooks.PAGES_ELSEWHERE) <= set(re.findall(r"[\w/-]+\.md", settings))
+    assert all((repository_root / path).is_file() for path in hooks.PAGES_ELSEWHERE.values())

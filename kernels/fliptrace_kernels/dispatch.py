@@ -53,7 +53,8 @@ def lora_shrink(
             not look at it. On CUDA the hardware orders, and a schedule is refused.
         call_key: names this call to the schedule, such as a number built from step and site.
         out: where to write, [slices, M, R], FP32, on the device of x, any strides as long as no
-            two elements share memory. Every element is written. None means a new tensor.
+            two elements share memory, and none with the inputs. Every element is written. None means a
+            new tensor.
 
     Returns:
         Outputs, [slices, M, R], FP32, on the device of x: `out`, or a new contiguous tensor.

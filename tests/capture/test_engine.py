@@ -10,8 +10,9 @@ import torch
 from fliptrace.capture.decoding import choose, generate
 from fliptrace.capture.engine import CacheLayer
 from fliptrace.capture.transformers_engine import TransformersEngine, load_model
+from fliptrace.capture.transformers_engine.shrink_module import check_launch
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
-from fliptrace_kernels import lora_shrink
+from fliptrace_kernels import lora_shrink, parse_reduction
 
 PROMPT = 12
 
@@ -520,3 +521,11 @@ def test_an_unused_lora_layer_is_refused(llama_folders):
     loaded.model.model.layers[1].mlp.forward = lambda x: x
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.\w+_proj ran 0 times"):
         TransformersEngine(loaded)
+
+
+def test_a_reduction_that_cannot_run_is_refused_before_a_forward():
+    """On CUDA local has no FP32; the sentence says what to use, where a forward would have ended in a traceback."""
+    local = parse_reduction("local")
+    check_launch(local, (16, 64), torch.float32, torch.device("cpu"))
+    with pytest.raises(InputError, match=r"local:32/32 on CUDA takes bfloat16.*deterministic:32"):
+        check_launch(local, (16, 64), torch.float32, torch.device("cuda"))

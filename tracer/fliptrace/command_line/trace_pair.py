@@ -123,7 +123,8 @@ def trace_pair(
     reduction: Annotated[
         str,
         typer.Option(
-            help="How LoRA shrinks (x·Aᵀ) sum over K: atomic:8, unsplit, deterministic:8.",
+            help="How LoRA shrinks (x·Aᵀ) sum over K: atomic:8, atomic:vllm, unsplit, deterministic:8, tree:8, "
+            "local.",
             metavar="KIND:SPLITS",
             rich_help_panel=SEARCH,
         ),

@@ -24,6 +24,7 @@ from fliptrace.capture.transformers_engine.shrink_module import (
     Shrink,
     ShrinkRuntime,
     ShrinkThenRound,
+    check_launch,
 )
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
@@ -157,6 +158,8 @@ class TransformersEngine:
             parsed = parse_reduction(reduction)
         except ReductionError as error:
             raise InputError(str(error)) from error
+        weight = self._shrinks[0].weight
+        check_launch(parsed, tuple(weight.shape), weight.dtype, weight.device)
         if parsed.is_repeatable or not self.simulates_atomics:
             if seed is not None and not parsed.is_repeatable:
                 raise InputError(

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
 from fliptrace.errors import InputError
-from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
+from fliptrace_kernels import (
+    ArrivalSchedule,
+    FliptraceKernelsError,
+    Reduction,
+    launch_configuration,
+    lora_shrink,
+)
 
 
 @dataclass
@@ -96,6 +102,20 @@ class Shrink(nn.Module):
             self.runtime.launches[key] = text
         self._last_launch = (shape, strides, reduction, text)
         return text
+
+
+def check_launch(
+    reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse a reduction that cannot run on a model's A [R, K], before a forward does.
+
+    Raises:
+        InputError: its kernel takes no such dtype, or is not available here.
+    """
+    try:
+        launch_configuration((1, shape[-1]), [shape], dtype, device, reduction)
+    except FliptraceKernelsError as error:
+        raise InputError(str(error)) from error
 
 
 def _intercept(interceptor: ShrinkInterceptor, index: int, rows: Tensor, z: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Cause:
     Attributes:
         place: step and site; name: for people.
         recorded: the recipient's recorded shrink [T, R].
-        selected: which of its elements the edit replaces, bool [T, R].
+        changed: which of its elements the edit gives other bits, bool [T, R].
         coordinate: row and rank index of the first element that the edit carries across a boundary, else of the first
             that it changes, else of the first selected one.
         ulp: by how many 16-bit ULP the edit moves an element at the most; 0 where nothing survives rounding.
@@ -42,7 +42,7 @@ class Cause:
     place: Place
     name: str
     recorded: Tensor
-    selected: Tensor
+    changed: Tensor
     coordinate: tuple[int, int]
     ulp: int
 
@@ -76,7 +76,7 @@ def cause_of(plan: Plan, engine: Engine) -> Cause | None:
         place=place,
         name=f"{engine.sites[site].name}, {phase}",
         recorded=own,
-        selected=selected,
+        changed=differs,
         coordinate=(row, rank),
         ulp=int(distances.max()) if distances.numel() else 0,
     )
@@ -125,7 +125,8 @@ def surviving_shams(
     """Push other coordinates of the cause's record across their own boundaries.
 
     Args:
-        cause: whose record it is; the coordinates that the edit selects are left out.
+        cause: whose record it is; the coordinates that the edit changes are left out, those that it selects and leaves
+            as they are may serve: in a decode step a whole row is the record.
         plan: of the edited arm.
         run: runs an arm.
         engine: for the dtype at whose boundaries values are pushed.
@@ -172,7 +173,7 @@ def _draw(
     cause: Cause, dtype: torch.dtype, ulp: int, count: int, seed: int
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield rows, rank indices and pushed values; where coordinates run out, the farther boundary is taken, too."""
-    free = torch.nonzero(~cause.selected).tolist()
+    free = torch.nonzero(~cause.changed).tolist()
     step, site = cause.place
     random.Random(f"{seed} {step} {site} {cause.coordinate}").shuffle(free)
     left = count

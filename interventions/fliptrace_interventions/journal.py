@@ -9,6 +9,7 @@ Results are stored, not decisions: a search that goes on makes every decision an
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from fliptrace.errors import InputError, StorageError
+from fliptrace.judgements import SCHEMA_VERSION
 
-#: The version of the lines' meaning. It is part of every key: lines of another version answer nothing.
+#: The version of the lines' meaning. It is part of every key, as is that of the values in them: lines of another
+#: version answer nothing.
 JOURNAL_VERSION = 1
 
 
@@ -43,9 +46,12 @@ class Entry:
     seconds: float
 
 
+_FIELDS = len(dataclasses.fields(Entry))
+
+
 def content_key(question: Mapping[str, Any]) -> str:
     """Return the key of a question: 32 hexadecimal digits over its canonical JSON."""
-    text = json.dumps([JOURNAL_VERSION, question], sort_keys=True, allow_nan=False)
+    text = json.dumps([JOURNAL_VERSION, SCHEMA_VERSION, question], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -129,6 +135,20 @@ class Journal:
         self._read(line)
         return self._entries[key]
 
+    def forget(self) -> None:
+        """Drop every finished run, in the file, too. Nobody else has it open: an open journal is locked.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self._file is not None:
+            try:
+                os.ftruncate(self._file, 0)
+            except OSError as error:
+                raise StorageError(f"journal {self.path} cannot be emptied ({error})") from error
+        self._entries.clear()
+        self.unreadable_lines = 0
+
     def __len__(self) -> int:
         """How many finished runs it holds."""
         return len(self._entries)
@@ -159,7 +179,7 @@ def _parsed(line: bytes) -> tuple[str, Entry] | None:
     if checksum.decode("latin-1") != _checksum(content):
         return None
     key, *fields = json.loads(content)
-    return key, Entry(*fields)
+    return (key, Entry(*fields)) if len(fields) == _FIELDS else None
 
 
 def _checksum(content: bytes) -> str:

@@ -191,7 +191,7 @@ class RecordedExecution:
             content = hashlib.sha256(self.trace.manifest.to_json().encode())
             for step in self.trace.steps:
                 content.update(repr(step).encode())
-            for kind in (Kind.SHRINK, Kind.OPERAND):
+            for kind in (Kind.SHRINK, Kind.OPERAND, Kind.CACHE, Kind.LOGITS_DIGEST):
                 for frame in self.trace.source.frames(kind):
                     sealed = frame.payload if frame.digests is None else frame.digests.numpy()
                     content.update(bytes(sealed))

@@ -109,6 +109,15 @@ def test_shams_follow_the_seed(plant):
     assert seen[2].seed == 1
 
 
+def test_what_a_whole_record_leaves_as_it_is_may_be_a_sham(plant):
+    """An edit of every row changes the cause and its decoys only; all other coordinates can still be pushed."""
+    edit = ShrinkEdit(plant.cause.site.path, plant.cause.step)
+    workbench = Workbench(plant.pair, plant.engine, shams=3)
+    found = workbench.prove([edit], "reference", free=False).directions[0]
+    assert found.judgement is Judgement.SUFFICIENT
+    assert found.specificity.shams == 3
+
+
 def test_small_records_and_fp32_models_say_what_could_not_be_tried(
     planted, planting, load, tiny, tmp_path
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fliptrace.errors import InputError
-from fliptrace_interventions.journal import Entry, Journal, content_key
+from fliptrace_interventions.journal import Entry, Journal, _checksum, content_key
 
 ENTRY = Entry("screen", {"token": 5, "text": "né\n", "values": [1.5, None, -0.0]}, 1, 9, 0.25)
 
@@ -86,6 +86,27 @@ def test_two_searches_do_not_share_a_journal(path):
     with Journal(path), pytest.raises(InputError, match="in use by another search"):
         Journal(path)
     Journal(path).close()
+
+
+def test_what_is_forgotten_is_gone_from_the_file(path):
+    """A journal that is emptied keeps its lock and its file, and takes new runs."""
+    with Journal(path) as journal:
+        journal.put(content_key({"edit": 0}), ENTRY)
+        journal.forget()
+        assert len(journal) == 0
+        with pytest.raises(InputError):
+            Journal(path)
+        journal.put(content_key({"edit": 1}), ENTRY)
+    with Journal(path) as again:
+        assert (len(again), again.unreadable_lines) == (1, 0)
+
+
+def test_a_line_of_another_shape_is_no_answer(path):
+    """A whole line with a right checksum that holds something else is read as damaged."""
+    content = b'["key", "screen"]'
+    path.write_bytes(_checksum(content).encode() + b" " + content + b"\n")
+    with Journal(path) as journal:
+        assert (len(journal), journal.unreadable_lines) == (0, 1)
 
 
 def test_a_folder_is_no_journal(tmp_path):

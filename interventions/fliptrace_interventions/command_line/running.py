@@ -87,7 +87,11 @@ def _continuations(
 
 
 def exit_code(report: InterventionReport) -> int:
-    """Return 0 when something sufficient was found, 3 when nothing was and something is void, else 1."""
-    if report.judgement is Judgement.SUFFICIENT:
+    """Return 0 when something sufficient was found, 3 when nothing was and something is void, else 1.
+
+    As in a search, one direction is enough: what is sufficient there is a cause, whatever the other one says.
+    """
+    in_one = any(claim.verdict.sufficient_directions for claim in report.claims)
+    if in_one or report.judgement is Judgement.SUFFICIENT:
         return SUFFICIENT
     return VOID if report.judgement is Judgement.VOID else NOTHING_FOUND

@@ -369,9 +369,9 @@ def _journal(folder: Path, task: Task, no_resume: bool) -> Iterator[Journal]:
     from fliptrace_interventions.journal import Journal
 
     path = folder / JOURNAL_NAME
-    if no_resume:
-        path.unlink(missing_ok=True)
     with Journal(path if task.searches else None) as journal:
+        if no_resume:
+            journal.forget()
         try:
             yield journal
         except KeyboardInterrupt:

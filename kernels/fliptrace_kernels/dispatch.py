@@ -120,8 +120,8 @@ def launch_configuration(
 
     Returns:
         JSON values: reduction (what a call of this many rows runs), implementation ('torch
-        specification', 'triton' or 'cuda'), kernel, grid, block sizes, num_warps, num_stages and
-        versions. What an implementation does not have is None.
+        specification', 'triton' or 'cuda'), kernel (for `tree` also second_kernel), grid, block sizes,
+        num_warps, num_stages and versions. What an implementation does not have is None.
 
     Raises:
         ReductionError: if the reduction is unknown.
@@ -146,6 +146,8 @@ def launch_configuration(
             if reduction.kind == "local"
             else _triton_shrink().describe_launch(*shapes, dtype, reduction)
         )
+        if reduction.kind == "tree":
+            described["second_kernel"] = "lora_shrink_add_partials"
         return common | described
     return common | {
         "implementation": "torch specification",

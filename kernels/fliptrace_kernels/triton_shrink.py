@@ -126,10 +126,7 @@ def describe_launch(
     dtype: torch.dtype,
     reduction: Reduction,
 ) -> dict[str, Any]:
-    """Return what `shrink` launches for these shapes, as JSON values; one grid per launch.
-
-    `second_kernel` and `second_tile` are those of the launch of `tree` that adds; else None.
-    """
+    """Return what `shrink` launches for these shapes, as JSON values; one grid per launch."""
     rank = a_shapes[0][-2]
     adapters = a_shapes[0][0] if len(a_shapes[0]) == 3 else 1
     launch = launch_for(
@@ -140,7 +137,6 @@ def describe_launch(
         for slices in _slices_per_launch(len(a_shapes))
     ]
     numbers = asdict(launch)
-    adds = _kind(reduction) == "tree"
     return {
         "implementation": "triton",
         "kernel": _KERNELS[_kind(reduction)].fn.__name__,
@@ -149,8 +145,6 @@ def describe_launch(
         "block_n": numbers.pop("block_n"),
         "block_k": reduction.block_k,
         **numbers,
-        "second_kernel": lora_shrink_add_partials.fn.__name__ if adds else None,
-        "second_tile": [_ADDING.block_m, _ADDING.block_n] if adds else None,
         "fp_contraction": "off (enable_fp_fusion=False)",
         "triton": triton.__version__,
     }

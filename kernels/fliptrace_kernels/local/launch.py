@@ -194,11 +194,11 @@ def describe_launch(
     *,
     mapping: bool = False,
 ) -> dict[str, Any]:
-    """Return what `shrink` launches for these shapes, as JSON values.
+    """Return what `shrink` launches for these shapes, as JSON values; one grid per launch.
 
-    `grid` and `arrangement` have one entry per launch, which differ in their slices; the rest is
-    that of the first. VECTOR is 1 where K allows it: tensors that are not aligned to 16 bytes are read
-    element by element, which changes no bit and is not told here.
+    Everything but the grids is that of the first launch: with more than four slices the others may
+    have another arrangement. VECTOR is 1 where K allows it: tensors that are not aligned to 16 bytes
+    are read element by element. Neither changes a bit.
 
     Args:
         x_shape: [M, K].
@@ -223,20 +223,19 @@ def describe_launch(
     ]
     seen = adapters if mode == compilation.MANY_ADAPTERS else 1
     first = chosen[0][1] if chosen else None
-    variants = [
-        Variant(size, rank, splits, layout, element_of(dtype), mode, size % WORD == 0)
-        for _, layout in chosen
-    ]
+    variant = None
+    if first is not None:
+        variant = Variant(size, rank, splits, first, element_of(dtype), mode, size % WORD == 0)
     return {
         "implementation": "cuda",
-        "kernel": variants[0].kernel if variants else None,
+        "kernel": variant.kernel if variant else None,
         "grid": [list(a.grid(rows, rank, launched, seen)) for launched, a in chosen],
         "block_m": first.tokens if first else None,
         "block_n": first.ranks if first else None,
         "block_k": BLOCK_K,
         "num_warps": first.threads(splits) // 32 if first else None,
         "num_stages": first.depth_for(size, splits) if first else None,
-        "arrangement": [variant.constants for variant in variants],
+        "arrangement": variant.constants if variant else None,
         "fp_contraction": "off (__fadd_rn, __fmul_rn, --fmad=false)",
         "nvrtc": ".".join(str(part) for part in compilation.nvrtc_version()),
     }

@@ -5,9 +5,9 @@
 #   bash examples/measure/check_gpu.sh [FOLDER]
 #
 # FOLDER (default examples/measure/results/gpus) gets a folder named after the GPU, with every row and log,
-# and gpus.md with one column per GPU. Run it again to go on where a bench was cut short. It takes about a
-# quarter of an hour on an NVIDIA H200 (estimated), the stress a third of it. Exit code 1 if any step failed; the
-# others run all the same.
+# and gpus.md with one column per GPU. Run it again to go on where a bench was cut short. It takes ten to fifteen
+# minutes on an NVIDIA H200 (estimated), half of it the bench. Exit code 1 if any step failed; the others run all
+# the same.
 #
 # Settings: PYTHON; LAUNCHES of the stress (default 1000000); BENCH, more arguments for the bench, such as
 # "--seconds 200"; REPLAY, more arguments for the replay, such as "--model M --adapter A".

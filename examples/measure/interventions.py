@@ -45,6 +45,7 @@ from fliptrace_interventions.journal import Journal
 from fliptrace_interventions.reconstruction import reconstruct
 from fliptrace_interventions.recorded import RecordedExecution
 from fliptrace_interventions.searches.investigation import investigate
+from fliptrace_interventions.workbench import CONTINUATIONS
 
 #: The shard that is everything.
 WHOLE = "0/1"
@@ -223,6 +224,7 @@ def run_pairs(options: argparse.Namespace) -> int:
                 shams=options.shams,
                 expected_answer=gold,
                 max_new_tokens=options.max_new_tokens,
+                continuation=options.continuation,
             )
             breaks = one_flipped_bit_breaks(engine, workbench)
             with Journal(folder / "interventions.jsonl") as journal:
@@ -248,7 +250,7 @@ def run_pairs(options: argparse.Namespace) -> int:
 def one_flipped_bit_breaks(engine: TransformersEngine, workbench: Workbench) -> bool:
     """Flip the sign of one replayed element and say whether reconstruction notices: it must."""
     recorded = _OneBitOff(workbench.reference.trace, engine, "reference")
-    with engine.reducing(workbench.reduction, None):
+    with engine.reducing("unsplit", None):
         found, _ = reconstruct(engine, recorded, 0)
     return not found.equal
 
@@ -406,6 +408,7 @@ def _parser() -> argparse.ArgumentParser:
     investigated.add_argument("--gold", help="the data set with the right answers, gsm8k:PATH")
     investigated.add_argument("--shams", type=int, default=20)
     investigated.add_argument("--budget-minutes", type=float, default=None)
+    investigated.add_argument("--continuation", choices=CONTINUATIONS, default="computed")
     investigated.add_argument("--max-new-tokens", type=int, default=None)
     watched.add_argument("--count", type=int, default=1000)
     watched.add_argument("--every", type=int, default=50)

@@ -220,10 +220,12 @@ def test_a_small_budget_goes_on_with_a_larger_one(tmp_path, planted, story):
 
 
 @pytest.mark.parametrize(
-    "change", [{"reduction": "unsplit/128"}, {"seed": 1}, {"target": 1}, {}], ids=str
+    "change",
+    [{"reduction": "unsplit/128"}, {"seed": 1}, {"target": 1}, {"continuation": "recorded"}, {}],
+    ids=str,
 )
 def test_another_question_never_gets_an_old_answer(change, tmp_path, planted):
-    """A changed reduction, seed or target is another question; the same one is answered at once."""
+    """A changed reduction, seed, target or continuation is another question; the same one is answered at once."""
     plant = planted("llama")
     row = plant.pair.diff.roots[0]
     with Journal(tmp_path / "search.jsonl") as journal:

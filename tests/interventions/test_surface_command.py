@@ -230,6 +230,25 @@ def test_the_reproducer_of_a_root_is_exported(typed, case, tmp_path):
     assert not (case.folder / "report.html").exists()
 
 
+def test_recorded_rounding_errors_are_another_question(typed, case, tmp_path):
+    """A claim says so; a search may not take the place of the pair's own story, and gets a folder of its own."""
+    refused = typed(case.folder, *case.model, *QUICK, "--continuation", "recorded")
+    assert refused.code == 2
+    assert "--out" in refused.err
+    arguments = (*case.model, *QUICK, "--continuation", "recorded")
+    result = typed(case.folder, *arguments, "--edit", case.cause, "--recipient", "reference")
+    assert result.code == 0, result.err
+    verdict = written(case.folder)["interventions"]["claims"][0]["verdict"]
+    assert verdict["reduction"] == "unsplit/64 with the recipient's recorded rounding errors"
+    page = (case.folder / "report.html").read_text("utf-8")
+    assert "recorded rounding errors" in page
+    story = typed(case.folder, *arguments, "--budget-runs", "1", "--out", tmp_path / "other")
+    assert "recorded rounding errors" in " ".join(story.out.split())
+    assert written(tmp_path / "other")["interventions"]["investigation"]["reduction"].endswith(
+        "recorded rounding errors"
+    )
+
+
 def test_help_names_every_option_and_exit_code(typed):
     """What a person reads first."""
     text = typed("--help").out
@@ -240,6 +259,7 @@ def test_help_names_every_option_and_exit_code(typed):
         "--continue-to",
         "--recipient",
         "--reduction",
+        "--continuation",
         "--repeats",
         "--shams",
         "--seed",

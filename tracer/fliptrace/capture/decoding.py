@@ -69,7 +69,8 @@ def choose(logits: Tensor, step: int) -> Choice:
     if math.isnan(best) or math.isnan(runner_up):
         raise RecordingError(
             f"step {step}: the logits hold NaN, so no token can be chosen and nothing compared; "
-            "check the model and adapter files and the dtype (a BF16 model run in FP16 overflows)"
+            "check the model and adapter files, the dtype (a BF16 model run in FP16 overflows) and, in an experiment, "
+            "the value that an edit puts in"
         )
     return Choice(
         token=int(first_id),

@@ -142,6 +142,17 @@ def test_code_that_is_not_run_imports_what_exists(executed):
     assert seen
 
 
+def test_the_parts_of_a_report_are_those_of_the_page(pages, executed):
+    """Each part that reading-a-report.md explains is a heading of a report with interventions."""
+    folder = executed("how-to/trace-intervene.md").folder
+    report = (folder / "proof" / "report.html").read_text("utf-8")
+    headings = set(re.findall(r"<h[1-4][^>]*>([^<]+)</h", report))
+    table = pages["reading-a-report.md"].read_text("utf-8").partition("| part |")[2]
+    parts = re.findall(r"^\| ([A-Z][^|]+?) \|", table, re.MULTILINE)
+    assert len(parts) > 10
+    assert [part for part in parts if not any(h.startswith(part) for h in headings)] == []
+
+
 @pytest.mark.parametrize("package", ["fliptrace", "fliptrace_interventions", "fliptrace_kernels"])
 def test_the_reference_holds_every_public_name(package, pages):
     """A name added to __all__ without a place in the reference is found here."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 LOG = logging.getLogger("mkdocs.hooks.fliptrace")
@@ -101,6 +102,7 @@ class _References(HTMLParser):
             self.loaded.append(given["src"])
 
 
+@event_priority(-200)  # after the plugins, some of which still write to the pages
 def on_post_build(config: Any) -> None:
     """Warn of every link of the built site that leads nowhere and of everything that is loaded from another host."""
     for finding in findings(Path(config.site_dir)):

@@ -8,7 +8,7 @@ unedited arm with those that ran before it, which hand over recorded shrinks up 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,10 +28,14 @@ from fliptrace_interventions.audit import (
 from fliptrace_interventions.digests import digest_of_shrinks, digest_tensors, hexes
 from fliptrace_interventions.edits import Source
 from fliptrace_interventions.plans import Place, Plan
+from fliptrace_interventions.receipts import (
+    MISSING,
+    PatchedCache,
+    cache_receipts,
+    landed,
+    token_receipt,
+)
 from fliptrace_interventions.rounding_errors import Computed, with_recorded_error
-
-#: How a digest reads that was never taken.
-MISSING = ""
 
 
 @dataclass(frozen=True)
@@ -269,7 +273,7 @@ class _Continuation:
             return choice.token
         return self.plan.recipient.token_ids[step]
 
-    def _patch_cache(self, step: int) -> _PatchedCache | None:
+    def _patch_cache(self, step: int) -> PatchedCache | None:
         """Put the cache edits before a step in."""
         patches = self.plan.cache_patches.get(step)
         if patches is None:
@@ -292,14 +296,14 @@ class _Continuation:
             patch.apply(layer.values, layer.first_position, source)
         digests = digest_tensors([layer.values for layer in edited.values()])
         self.engine.write_cache(tuple(edited.values()), step)
-        return _PatchedCache(
+        return PatchedCache(
             edited={patch.layer for patch in patches},
             before=plan.recipient.cache_digests(step),
             written=dict(zip(edited, digests, strict=True)),
         )
 
     def _forward(
-        self, step: int, token: int | None, cached: _PatchedCache | None
+        self, step: int, token: int | None, cached: PatchedCache | None
     ) -> tuple[StepAudit, Tensor]:
         """Run one forward and settle its receipts."""
         plan = self.plan
@@ -307,14 +311,24 @@ class _Continuation:
         replayed = step in plan.replays
         rows = len(plan.recipient.prompt_ids) if step == 0 else 1
         self.audit.begin(
-            Expectation(step, rows, sites, replayed, cached.written if cached is not None else ())
+            Expectation(
+                step,
+                rows,
+                sites,
+                replayed,
+                cached.written if cached is not None else (),
+                tokens=step - 1 in plan.tokens,
+            )
         )
         self.handover.begin(step)
         logits = self.engine.step(token)
         arrived, state = self.audit.finish(logits)
         self.run.states.append(state)
         if cached is not None:
-            self.run.receipts += _cache_receipts(step, cached, arrived)
+            self.run.receipts += cache_receipts(step, cached, arrived)
+        if step - 1 in plan.tokens:
+            own, forced = plan.recipient.token_ids[step - 1], plan.tokens[step - 1]
+            self.run.receipts.append(token_receipt(step - 1, own, forced, arrived.tokens))
         if replayed:
             self.run.receipts.append(self._replay_receipt(step, arrived))
         if sites:
@@ -399,48 +413,3 @@ class _Continuation:
         run.fed += other.fed[done:]
         run.stop_reason = other.stop_reason
         run.stopped_early_at = step
-
-
-@dataclass(frozen=True)
-class _PatchedCache:
-    """Digests of a cache that was edited before a step, per layer; ``written`` on the engine's device."""
-
-    edited: Collection[int]
-    before: Mapping[int, str]
-    written: Mapping[int, Tensor]
-
-
-def _cache_receipts(step: int, cached: _PatchedCache, arrived: StepAudit) -> list[Receipt]:
-    """One receipt per edited layer, and one for all the others."""
-    sides = (cached.before, hexes(dict(cached.written)), hexes(arrived.caches))
-
-    def receipt(place: str, layers: Collection[int]) -> Receipt:
-        before, written, consumed = (
-            _joined([side.get(layer, MISSING) for layer in layers]) for side in sides
-        )
-        return Receipt(place, before, written, consumed, landed(written, consumed))
-
-    edited = sorted(cached.edited)
-    others = [layer for layer in cached.written if layer not in cached.edited]
-    receipts = [receipt(f"cache of layer {layer} before step {step}", [layer]) for layer in edited]
-    if others:
-        receipts.append(
-            receipt(f"cache of the {len(others)} other layers before step {step}", others)
-        )
-    return receipts
-
-
-def _joined(digests: list[str]) -> str:
-    """Bind digests of several layers into one; a missing one makes the whole missing."""
-    if MISSING in digests:
-        return MISSING
-    if len(digests) == 1:
-        return digests[0]
-    lanes = [[int(text[:16], 16), int(text[16:], 16)] for text in digests]
-    signed = [[lane - (1 << 64) if lane >> 63 else lane for lane in pair] for pair in lanes]
-    return digest_hex(digest_tensor(torch.tensor(signed, dtype=torch.int64)))
-
-
-def landed(written: str, consumed: str) -> bool:
-    """Tell whether what was written is there and is what arrived."""
-    return written != MISSING and written == consumed

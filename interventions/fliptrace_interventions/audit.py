@@ -43,6 +43,7 @@ class Expectation:
         sites: edited sites.
         all_sites: digest the shrinks of all sites together: a replay.
         caches: layers whose cached rows (those from before the step) are digested.
+        tokens: digest the token ids that the embedding gets.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Expectation:
     sites: Collection[int] = ()
     all_sites: bool = False
     caches: Collection[int] = ()
+    tokens: bool = False
 
 
 @dataclass
@@ -60,6 +62,7 @@ class StepAudit:
         shrinks: per edited site; caches: per layer; residual: None when it was not reported.
         replayed: copies of all shrinks, in order.
         rows: per layer the rows written, [2, T, kv_heads, head_dim], copied.
+        tokens: digest of the token ids [T], int64, None when they were not watched or never arrived.
     """
 
     shrinks: dict[int, Tensor] = field(default_factory=dict)
@@ -67,6 +70,7 @@ class StepAudit:
     residual: Tensor | None = None
     replayed: list[Tensor] = field(default_factory=list)
     rows: dict[int, Tensor] = field(default_factory=dict)
+    tokens: Tensor | None = None
 
 
 class ArmAudit:
@@ -80,6 +84,11 @@ class ArmAudit:
     def begin(self, expected: Expectation) -> None:
         """A forward is about to run."""
         self._expected, self._step = expected, StepAudit()
+
+    def tokens_consumed(self, token_ids: Tensor) -> None:
+        """See ConsumptionAudit."""
+        if self._expected.tokens:
+            self._step.tokens = digest_tensor(token_ids)
 
     def shrink_consumed(self, site: int, z: Tensor) -> None:
         """See ConsumptionAudit."""

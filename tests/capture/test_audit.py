@@ -12,7 +12,10 @@ class Ledger:
     """Keeps copies of what is consumed."""
 
     def __init__(self):
-        self.shrinks, self.caches, self.residuals = {}, {}, []
+        self.shrinks, self.caches, self.residuals, self.tokens = {}, {}, [], []
+
+    def tokens_consumed(self, token_ids):
+        self.tokens.append(token_ids.tolist())
 
     def shrink_consumed(self, site, z):
         self.shrinks[site] = z.clone()
@@ -39,6 +42,17 @@ def test_the_audit_sees_what_interceptors_gave(engine, tiny):
     assert list(ledger.shrinks) == list(range(len(engine.sites)))
     for site, z in ledger.shrinks.items():
         assert torch.equal(z.view(torch.int32), given[site].view(torch.int32))
+
+
+def test_the_audit_sees_the_tokens_that_the_embedding_reads(engine, tiny):
+    """The whole prompt, then each fed token; nothing once the audit has ended."""
+    ledger = Ledger()
+    engine.start(tiny.prompt_ids(5))
+    with engine.audited(ledger):
+        engine.step()
+        engine.step(7)
+    engine.step(8)
+    assert ledger.tokens == [list(tiny.prompt_ids(5)), [7]]
 
 
 def test_the_audit_sees_the_cache_that_attention_reads(engine, tiny):

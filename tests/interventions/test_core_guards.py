@@ -15,6 +15,7 @@ from fliptrace.store import open_trace
 from fliptrace.trace import Trace
 from fliptrace_interventions import (
     CacheEdit,
+    ForcedTokens,
     GivenValue,
     RecordedExecution,
     ReplayShrinks,
@@ -446,3 +447,30 @@ def test_a_pair_that_never_flipped_needs_a_target(planted, planting, tmp_path):
     assert found.edited.token_id == plant.tokens[1]
     same = workbench.screen([ShrinkEdit.of_coordinate(plant.cause)])
     assert (same.judgement, same.edited) == (Judgement.NOT_APPLICABLE, None)
+
+
+# and of tokens --------------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_token_that_never_reaches_the_embedding(plant, monkeypatch, without):
+    """Every forced token has its receipt; an engine that feeds another one is noticed."""
+    first, second = (plant.pair.reference.generated_ids[step] ^ 1 for step in (0, 1))
+    edit = ForcedTokens(0, (first, second))
+    workbench = Workbench(plant.pair, plant.engine)
+    found = workbench.screen([edit])
+    assert found.judgement is not Judgement.VOID, found.reasons
+    assert [receipt.place for receipt in found.edited.receipts] == [
+        "token of step 0",
+        "token of step 1",
+    ]
+    assert all(receipt.landed for receipt in found.edited.receipts)
+    assert all(r.digest_before != r.digest_written for r in found.edited.receipts)
+    step = plant.engine.step
+    monkeypatch.setattr(
+        plant.engine, "step", lambda token=None: step(first ^ 2 if token == first else token)
+    )
+    found = workbench.screen([edit])
+    assert found.judgement is Judgement.VOID
+    assert "its reader got" in found.reasons[0]
+    without(judging.edits_landed)
+    assert workbench.screen([edit]).judgement is not Judgement.VOID

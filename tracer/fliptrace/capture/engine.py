@@ -67,6 +67,9 @@ class Observer(Protocol):
 class ConsumptionAudit(Protocol):
     """What arrives at those who read it: evidence that an edit did. Tensors are only lent and must not be changed."""
 
+    def tokens_consumed(self, token_ids: Tensor) -> None:
+        """The input embedding got these token ids, int64 [T]."""
+
     def shrink_consumed(self, site: int, z: Tensor) -> None:
         """The operation that rounds a shrink for expand got z [T, R] FP32; called inside it, before it rounds."""
 

@@ -127,8 +127,10 @@ def _what_came(error: Any, typed: list[str]) -> str:
 
 
 def fail(name: str, message: str) -> None:
-    """Print one line on stderr."""
-    print(f"{name}: {message}", file=sys.stderr)  # noqa: T201 (one line for a person is this function's purpose)
+    """Print one line on stderr; what a file or a person wrote may hold characters that steer a terminal."""
+    from fliptrace.views.escaping import visible
+
+    print(f"{name}: {visible(message)}", file=sys.stderr)  # noqa: T201 (one line for a person is this function's purpose)
 
 
 def one_line(text: str) -> str:

@@ -287,14 +287,18 @@ class TransformersEngine:
         """Report to an audit while inside."""
         if self._audit is not None:
             raise RecordingError("this engine is being audited already; one audit at a time")
-        handle = self._last_layer().register_forward_hook(_residual_hook(audit))
+        handles = (
+            self._last_layer().register_forward_hook(_residual_hook(audit)),
+            self.model.get_input_embeddings().register_forward_pre_hook(_tokens_hook(audit)),
+        )
         self._audit = self.runtime.audit = audit
         try:
             if self._cache is not None:
                 self._cache.audit = audit
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             self._audit = self.runtime.audit = None
             if self._cache is not None:
                 self._cache.audit = None
@@ -431,6 +435,10 @@ def _projection_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any
         observer.projection(index, output)
 
     return hook
+
+
+def _tokens_hook(audit: ConsumptionAudit) -> Callable[[nn.Module, Any], None]:
+    return lambda _module, arguments: audit.tokens_consumed(arguments[0][0])
 
 
 def _residual_hook(audit: ConsumptionAudit) -> Callable[[nn.Module, Any, Any], None]:

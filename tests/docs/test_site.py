@@ -83,3 +83,12 @@ def test_every_page_elsewhere_is_in_the_navigation(hooks, repository_root):
     settings = (repository_root / "mkdocs.yml").read_text("utf-8")
     assert set(hooks.PAGES_ELSEWHERE) <= set(re.findall(r"[\w/-]+\.md", settings))
     assert all((repository_root / path).is_file() for path in hooks.PAGES_ELSEWHERE.values())
+
+
+def test_the_build_in_ci_can_fail(repository_root):
+    """With --quiet MkDocs counts no warning, and a strict build passes whatever is broken."""
+    (line,) = re.findall(
+        r"^.*mkdocs build.*$", (repository_root / ".ci/run").read_text("utf-8"), re.MULTILINE
+    )
+    assert "--strict" in line
+    assert not re.search(r"\s(-q|--quiet)\b", line)

@@ -294,3 +294,12 @@ def test_it_runs_as_a_program(places):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
+
+
+def test_a_name_cannot_steer_the_terminal(typed, places, tmp_path):
+    """Escape sequences of an edit file come out as visible characters."""
+    path = tmp_path / "hostile.json"
+    path.write_text('{"edit": "shrink", "site": "evil\\u001b[31m\\u202e", "step": 0}', "utf-8")
+    err = refused(typed, places, f"{{pair}} {{model}} --edit {path}", ["no site is called evil"])
+    assert "\x1b" not in err
+    assert "\u202e" not in err

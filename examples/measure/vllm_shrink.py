@@ -311,13 +311,16 @@ def repeat(options: argparse.Namespace) -> bool:
             "|---|---|---|---|",
         ]
         complete = len(ready) == len(engines)
-        for engine in ready:
-            if engine.name not in LABELS_WITHOUT_PLUGIN:
-                show_what_runs(engine)
         with (options.out / "repeat.jsonl").open("a") as file, ThreadPoolExecutor() as pool:
+
+            def attempt(engine: Engine) -> tuple[bool, list[str]]:
+                try:
+                    return repeat_one(options, engine, texts, file)
+                except RuntimeError as error:  # the others go on
+                    return False, [f"| {engine.name} | FAILED: {error} | | |"]
+
             # Nothing is timed, so all work at once, each in a process of its own.
-            found = pool.map(lambda engine: repeat_one(options, engine, texts, file), ready)
-            for finished, rows in found:
+            for finished, rows in pool.map(attempt, ready):
                 complete &= finished
                 lines += rows
         text = "\n".join(lines) + "\n"
@@ -336,6 +339,8 @@ def repeat_one(
     Returns:
         Whether all ran, and lines of repeat.md.
     """
+    if engine.name not in LABELS_WITHOUT_PLUGIN:
+        show_what_runs(engine)
     prompts = engine.ask("chat", texts=texts)["prompts"]
     first: dict[int, list[int]] = {}
     changed: list[tuple[int, int]] = []

@@ -19,7 +19,7 @@ for line in sys.stdin:
     if command["do"] == "chat":
         answer = {"prompts": [[len(text)] for text in command["texts"]]}
     elif command["do"] == "status":
-        answer = {"status": [{"reduction": label}]}
+        answer = {"status": [{"reduction": label}]} if label != "unsplit" else {"error": "planted"}
     else:
         (prompt,) = command["prompts"]
         asked += 1
@@ -69,6 +69,7 @@ def test_engines_that_work_at_once_are_counted_apart(script, tmp_path):
     assert "| vllm | 0 of 9 | 0 of 3 | none |" in table
     assert "| atomic:8 | 3 of 9 | 1 of 3 | 3 to 3 |" in table
     assert "| local | 0 of 9 | 0 of 3 | none |" in table
+    assert "FAILED" not in table
     rows = [json.loads(line) for line in (wanted.out / "repeat.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * 3 * 4
     for label in ("vllm", "atomic:8", "local"):
@@ -89,3 +90,13 @@ def test_a_run_that_is_cut_short_says_so(script, tmp_path):
     script.wait_for_all = late
     assert not script.repeat(wanted)
     assert (wanted.out / "repeat.md").read_text().count("stopped in repeat 0: time is up") == 3
+
+
+def test_an_engine_that_fails_leaves_the_others_alone(script, tmp_path):
+    """Its row says why, theirs are complete, and the run is no success."""
+    wanted = options(tmp_path, 60.0)
+    wanted.reductions = ["unsplit", "local"]
+    assert not script.repeat(wanted)
+    table = (wanted.out / "repeat.md").read_text()
+    assert "| unsplit | FAILED: unsplit: planted" in table
+    assert "| local | 0 of 9 | 0 of 3 | none |" in table

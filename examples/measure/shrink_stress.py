@@ -2,9 +2,9 @@
 
     python examples/measure/shrink_stress.py --folder results
 
-``--launches 100000`` and the mutants took 47 s on an NVIDIA H200. About 40 s of it was compiling, as the kernels
-of `local` for further numbers of rows were compiled one by one, when they were first met; now all are compiled
-at once. A million should take one to two minutes. For memory errors see shrink_memcheck.py.
+``--launches 100000`` and the mutants took 47 s on an NVIDIA H200, most of it, by all signs, for compiling kernels
+of `local` one by one when a number of rows was first met. Now all are compiled at once; a million should take one
+to two minutes. For memory errors see shrink_memcheck.py.
 
 Random calls (rows, offsets, mapping with -1, scale; layer shapes, ranks, slices, adapters and dtypes of
 FAMILIES) are captured into CUDA graphs, all on one stream, and the graphs are replayed at once on several

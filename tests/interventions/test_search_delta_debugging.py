@@ -95,3 +95,14 @@ def test_parts_cover_everything_once():
         cut = split(range(length), parts)
         assert sum(cut, ()) == tuple(range(length))
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
+
+
+def test_a_removal_of_which_nothing_is_known_leaves_minimality_open():
+    """An oracle that cannot say is not taken for a no: the set is kept, and not called 1-minimal."""
+
+    def flips(subset):
+        return None if subset == (1,) else {1, 2} <= set(subset)
+
+    found = minimise(4, flips)
+    assert found.kept == (1, 2)
+    assert (found.one_minimal, found.undecided) == (False, 1)

@@ -118,7 +118,7 @@ def test_a_budget_of_runs_is_never_passed(runs, planted):
     assert found.budget == f"{runs} run{'s' if runs > 1 else ''}"
     assert any(f"the budget of {found.budget} has no room" in said for said in found.not_covered)
     if found.judgement is not Judgement.SUFFICIENT:
-        assert f"was found within {found.runs} runs" in found.sentence
+        assert f"was found within {found.runs} run" in found.sentence
 
 
 def test_nothing_is_run_when_a_recording_cannot_be_reconstructed(planted):

@@ -17,7 +17,7 @@ from itertools import pairwise
 from fliptrace_interventions.budget import BudgetSpentError
 
 #: Says whether the elements with these indices, in ascending order, flip the token when all are edited together.
-Oracle = Callable[[tuple[int, ...]], bool]
+Oracle = Callable[[tuple[int, ...]], bool | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Minimised:
     Attributes:
         kept: indices of the elements that still flip together, ascending; empty when the whole set does not flip.
         one_minimal: every set with one of them left out was asked and does not flip.
+        undecided: how many of those sets the oracle could say nothing of.
         asked: how many different subsets the oracle was asked about.
         spent: why it ended early, "" when it did not.
     """
@@ -35,6 +36,7 @@ class Minimised:
     one_minimal: bool
     asked: int
     spent: str = ""
+    undecided: int = 0
 
 
 def minimise(count: int, flips: Oracle) -> Minimised:
@@ -42,7 +44,8 @@ def minimise(count: int, flips: Oracle) -> Minimised:
 
     Args:
         count: how many elements there are.
-        flips: the oracle. No subset is asked twice. It may raise BudgetSpentError; what was found by then is returned.
+        flips: the oracle: None where nothing can be said of a subset. No subset is asked twice. It may raise
+            BudgetSpentError; what was found by then is returned.
 
     Returns:
         The subset. The empty set is never asked: nothing edited is the unedited arm, which does not flip.
@@ -57,7 +60,8 @@ def minimise(count: int, flips: Oracle) -> Minimised:
         search.leave_out_one_by_one()
     except BudgetSpentError as error:
         return Minimised(search.kept, False, search.asked, str(error))
-    return Minimised(search.kept, True, search.asked)
+    undecided = search.undecided()
+    return Minimised(search.kept, not undecided, search.asked, undecided=undecided)
 
 
 class _Search:
@@ -66,17 +70,21 @@ class _Search:
     def __init__(self, oracle: Oracle) -> None:
         self.kept: tuple[int, ...] = ()
         self._oracle = oracle
-        self._answers: dict[tuple[int, ...], bool] = {(): False}
+        self._answers: dict[tuple[int, ...], bool | None] = {(): False}
 
     @property
     def asked(self) -> int:
         return len(self._answers) - 1
 
     def flips(self, subset: tuple[int, ...]) -> bool:
-        answer = self._answers.get(subset)
-        if answer is None:
-            answer = self._answers[subset] = self._oracle(subset)
-        return answer
+        if subset not in self._answers:
+            self._answers[subset] = self._oracle(subset)
+        return bool(self._answers[subset])
+
+    def undecided(self) -> int:
+        """Return of how many sets with one element left out nothing is known."""
+        rests = [_without(self.kept, (element,)) for element in self.kept]
+        return sum(self._answers.get(rest) is None for rest in rests)
 
     def divide(self) -> None:
         """Try ever smaller parts, and what is left without each."""

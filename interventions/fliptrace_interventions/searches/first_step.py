@@ -8,9 +8,9 @@ one was tried. Bisection only chooses the order: a search that ends early leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from fliptrace.judgements import FirstCacheStep
+from fliptrace.judgements import FirstCacheStep, Judgement
 from fliptrace_interventions.budget import BudgetSpentError
 from fliptrace_interventions.edits import CacheEdit
 from fliptrace_interventions.searches.trials import Trials
@@ -44,6 +44,7 @@ def first_cache_step(
     """
     last = trials.workbench.target_step
     answers: dict[int, bool] = {}
+    void: set[int] = set()
     spent, forwards = "", 0
     try:
         for step in scan_order(first, last, answers):
@@ -52,7 +53,10 @@ def first_cache_step(
                 spent = f"the search for it is limited to {limit} forward passes"
                 break
             trials.report("first step at which the caches flip", len(answers), last - first + 1)
-            answers[step] = trials.screen((CacheEdit(step),), "reference").gives_donor_token
+            screening = trials.screen((CacheEdit(step),), "reference")
+            answers[step] = screening.gives_donor_token
+            if screening.judgement is Judgement.VOID:
+                void.add(step)
     except BudgetSpentError as error:
         spent = str(error)
     tried = tuple(sorted(answers))
@@ -62,7 +66,7 @@ def first_cache_step(
         step=flips[0] if flips else None,
         tried=tried,
         runs=len(tried),
-        sentence=_sentence(first, last, tried, flips),
+        sentence=_sentence(first, last, tried, flips) + _of_void(sorted(void)),
         flips=flips,
     )
     return found, spent
@@ -111,3 +115,13 @@ def _sentence(first: int, last: int, tried: tuple[int, ...], flips: tuple[int, .
         else "the first one whose incoming caches differ"
     )
     return f"the caches alone flip the token first before step {flips[0]}: {earlier}{again}"
+
+
+def _of_void(steps: Sequence[int]) -> str:
+    if not steps:
+        return ""
+    listed = ", ".join(map(str, steps[:8])) + (" and others" if len(steps) > 8 else "")
+    return (
+        f"; nothing can be said of {len(steps)} of the steps tried (void: before step {listed} an execution's own "
+        "cache does not keep its own token)"
+    )

@@ -161,12 +161,9 @@ class _Story:
             self.trials.report("cache substitution", 0, 1)
             self.cache_substitution = self.trials.prove((CacheEdit(step),))
         with self._within_budget("the 2 × 2 of cache and shrinks"):
-            self.two_by_two = cross_cache_and_shrinks(self.trials)
+            self.two_by_two, why_not = cross_cache_and_shrinks(self.trials)
             if self.two_by_two is None:
-                self.not_covered.append(
-                    f"the 2 × 2 of cache and shrinks: all shrinks of step {step} are bit-equal in both executions, so "
-                    "only the past can have decided"
-                )
+                self.not_covered.append(f"the 2 × 2 of cache and shrinks: {why_not}")
 
     def _roots(self) -> None:
         self.roots, spent = screen_roots(self.trials, self.rows)
@@ -273,7 +270,7 @@ class _Story:
                 single_row_set(root, screening, len(self.rows))
                 for root in self.roots
                 for screening in root.screenings
-                if holds(root) and screening.recipient == recipient and screening.gives_donor_token
+                if screening.recipient == recipient and _stands(root, screening)
             ),
             None,
         )
@@ -424,6 +421,16 @@ def holds(found: RootResult | MinimalSet) -> bool:
     if found.verdict is not None:
         return bool(found.verdict.sufficient_directions)
     return isinstance(found, MinimalSet) or is_sufficient(found)
+
+
+def _stands(root: RootResult, screening: Screening) -> bool:
+    """Tell whether a row was sufficient in a screening's direction: by its proof there, else by the screening."""
+    if root.verdict is None:
+        return screening.gives_donor_token
+    return any(
+        result.recipient == screening.recipient and result.judgement is Judgement.SUFFICIENT
+        for result in root.verdict.directions
+    )
 
 
 def _is_of(root: RootResult, row: RowDifference) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fliptrace.judgements import MinimalSet, RootResult, Screening
+from fliptrace.judgements import Judgement, MinimalSet, RootResult, Screening
 from fliptrace.verdicts import RowDifference
 from fliptrace_interventions.budget import BudgetSpentError
 from fliptrace_interventions.edits import ShrinkEdit
@@ -78,8 +78,8 @@ def minimal_set(
     """Shrink a set of edits to a 1-minimal one that still gives the donor's token.
 
     Args:
-        trials: runs them. A subset whose own unedited arm loses the recipient's token counts as one that does not
-            flip: nothing can be said of it.
+        trials: runs them. Nothing can be said of a subset whose screening is void, as where its own unedited arm loses
+            the recipient's token: the search goes on as if it did not flip, and the set is not called 1-minimal.
         elements: the whole set.
         recipient: in whose execution.
         between: what the shrinks between the sites are.
@@ -89,12 +89,13 @@ def minimal_set(
     """
     asked = 0
 
-    def flips(subset: tuple[int, ...]) -> bool:
+    def flips(subset: tuple[int, ...]) -> bool | None:
         nonlocal asked
         trials.report(f"minimal set of {elements.unit}, {recipient}", asked, asked + 1)
         asked += 1
         edits = [elements.edits[number] for number in subset]
-        return trials.screen(edits, recipient, between=between).gives_donor_token
+        screening = trials.screen(edits, recipient, between=between)
+        return None if screening.judgement is Judgement.VOID else screening.gives_donor_token
 
     found = minimise(len(elements.edits), flips)
     if not found.kept:
@@ -108,6 +109,7 @@ def minimal_set(
         unit=elements.unit,
         whole=len(elements.edits),
         between=between,
+        undecided=found.undecided,
     )
     return kept, found.spent
 
@@ -120,6 +122,7 @@ def single_row_set(root: RootResult, screening: Screening, whole: int) -> Minima
         recipient=screening.recipient,
         runs=1,
         one_minimal=True,
+        verdict=root.verdict,
         unit="rows",
         whole=whole,
     )

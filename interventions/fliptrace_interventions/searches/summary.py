@@ -28,7 +28,8 @@ def headline(found: Investigation) -> str:
     smallest = found.minimal_set
     if smallest is not None:
         if len(smallest.edits) == 1:
-            return f"One root row is enough to flip the token: {smallest.names[0]}, in the {smallest.recipient}"
+            proof = "" if smallest.verdict is not None else " (screened, not proved)"
+            return f"One root row is enough to flip the token: {smallest.names[0]}, in the {smallest.recipient}{proof}"
         minimal = "a 1-minimal set" if smallest.one_minimal else "not shown to be 1-minimal"
         return (
             f"{len(smallest.edits)} of {smallest.whole} root rows together are enough to flip the token in the "
@@ -40,9 +41,16 @@ def headline(found: Investigation) -> str:
         if cache is not None and cache.sufficient_directions
         else ""
     )
+    screenings = [s for root in found.roots for s in root.screenings]
+    void = sum(s.judgement is Judgement.VOID for s in screenings)
+    unknown = (
+        f"; nothing can be said of {void} of {len(screenings)} substitutions of a root row (void)"
+        if void
+        else ""
+    )
     return (
         f"No coordinate, root row or set of root rows that is enough to flip the token was found within {found.runs} "
-        f"runs{where}"
+        f"run{'s' if found.runs != 1 else ''}{unknown}{where}"
     )
 
 
@@ -119,14 +127,14 @@ def _roots(found: Investigation) -> Iterator[str]:
         early = sum(
             s.edited is not None and s.edited.stopped_early_at is not None for s in screenings
         )
-        void = sum(s.judgement is Judgement.VOID for s in screenings)
+        void = [s for s in screenings if s.judgement is Judgement.VOID]
         notes = [
             f"{count} of {len(screenings)} screenings {what}"
             for count, what in (
                 (early, "stopped early, bit-equal to the unedited arm again"),
                 (
-                    void,
-                    "are void, mostly because the unedited arm does not keep the recipient's token",
+                    len(void),
+                    f"are void: they say neither that the difference was enough nor that it was not{_why(found, void)}",
                 ),
             )
             if count
@@ -136,6 +144,18 @@ def _roots(found: Investigation) -> Iterator[str]:
             + (f" (the pair has {total})" if total > len(tried) else "")
             + "".join(f"; {note}" for note in notes)
         )
+
+
+def _why(found: Investigation, void: Sequence[Screening]) -> str:
+    """Say why screenings are void, as far as one reason explains them."""
+    lost = sum(s.unedited is not None and s.unedited.token_id != s.recipient_token for s in void)
+    if not lost:
+        return ""
+    how_many = "" if lost == len(void) else f" in {lost} of them"
+    return (
+        f"; computing what follows under {found.reduction} changes the token without any edit{how_many} (continuation "
+        "'recorded' asks another question that can be judged)"
+    )
 
 
 def _results(
@@ -161,6 +181,13 @@ def _sets(found: Investigation) -> Iterator[str]:
         if any(screening.gives_donor_token for screening in found.all_roots):
             flipping = [s for s in found.all_roots if s.gives_donor_token]
             yield f"{whole} flip the token in {len(flipping)} of {len(found.all_roots)} ways tried"
+        elif void := [s for s in found.all_roots if s.judgement is Judgement.VOID]:
+            rest = len(found.all_roots) - len(void)
+            others = f"; in the {rest} others they do not flip the token" if rest else ""
+            yield (
+                f"{whole}: nothing can be said in {len(void)} of {len(found.all_roots)} ways tried (void)"
+                f"{_why(found, void)}{others}"
+            )
         else:
             yield (
                 f"{whole} do not flip the token, in either direction, whether the shrinks between them are kept or "
@@ -176,6 +203,8 @@ def _sets(found: Investigation) -> Iterator[str]:
                 ": none of them can be left out (flips need not be monotone: it is neither the smallest set nor the "
                 "only one)"
                 if smallest.one_minimal
+                else f"; nothing can be said of {smallest.undecided} single removals (void), so it may not be 1-minimal"
+                if smallest.undecided
                 else "; the budget ended before each single removal was tried"
             )
         )
@@ -184,9 +213,8 @@ def _sets(found: Investigation) -> Iterator[str]:
 def _tokens(found: Investigation) -> str:
     def token(screening: Screening) -> str:
         if screening.edited is None:
-            return "nothing to run"
-        void = ", void" if screening.judgement is Judgement.VOID else ""
-        return f"{screening.recipient}: {screening.edited.token_text!r}{void}"
+            return f"{screening.recipient}: {screening.judgement}"
+        return f"{screening.recipient}: {screening.edited.token_text!r}"
 
     return "; ".join(map(token, found.all_roots))
 

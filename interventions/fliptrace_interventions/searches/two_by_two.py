@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fliptrace.judgements import Arm, Judgement, TwoByTwo
+from fliptrace.judgements import Arm, Judgement, Screening, TwoByTwo
 from fliptrace_interventions.edits import ReplayShrinks, Source
 from fliptrace_interventions.searches.trials import Trials
 from fliptrace_interventions.workbench import EXECUTIONS
 
 
-def cross_cache_and_shrinks(trials: Trials) -> TwoByTwo | None:
+def cross_cache_and_shrinks(trials: Trials) -> tuple[TwoByTwo | None, str]:
     """Run the four arms: one forward each, from a restored cache, with every shrink of the step handed over.
 
     Returns:
-        None where the shrinks of that step are bit-equal in both executions, so that there is nothing to cross.
+        The square, and ""; or None and why there is none: the shrinks of that step are bit-equal in both executions, so
+        that there is nothing to cross, or an arm did not run because its unedited arm is void.
 
     Raises:
         BudgetSpentError: there is no room for it.
@@ -30,7 +31,7 @@ def cross_cache_and_shrinks(trials: Trials) -> TwoByTwo | None:
         trials.report("cache and shrinks crossed", number, 2)
         screening = trials.screen(replay, recipient)
         if screening.unedited is None or screening.edited is None:
-            return None
+            return None, _nothing_to_cross(screening, step)
         void = void or screening.judgement is Judgement.VOID
         arms[f"{recipient} own"] = screening.unedited
         arms[f"{recipient} crossed"] = screening.edited
@@ -41,7 +42,7 @@ def cross_cache_and_shrinks(trials: Trials) -> TwoByTwo | None:
     decided_by, sentence = (
         ("neither", _NOTHING) if void else decide(trials.workbench.tokens, own, crossed)
     )
-    return TwoByTwo(
+    square = TwoByTwo(
         reference_cache_reference_shrinks=arms["reference own"],
         reference_cache_candidate_shrinks=arms["reference crossed"],
         candidate_cache_reference_shrinks=arms["candidate crossed"],
@@ -49,6 +50,14 @@ def cross_cache_and_shrinks(trials: Trials) -> TwoByTwo | None:
         decided_by=decided_by,
         sentence=sentence,
     )
+    return square, ""
+
+
+def _nothing_to_cross(screening: Screening, step: int) -> str:
+    if screening.judgement is Judgement.NOT_APPLICABLE:
+        return f"all shrinks of step {step} are bit-equal in both executions, so only the past can have decided"
+    reasons = "; ".join(screening.reasons)
+    return f"the {screening.recipient}'s own arm is void, so nothing can be crossed ({reasons})"
 
 
 _NOTHING = (

@@ -94,10 +94,12 @@ class MinimalSet(Value):
         edits: as JSON; names: the same for people.
         recipient: in whose execution.
         runs: arms that it took.
-        one_minimal: each single removal was tried and no longer flips. False: the budget ended before that.
+        one_minimal: each single removal was tried and no longer flips. False: the budget ended before that, or of
+            some removals nothing can be said.
         verdict: where it was proved.
         unit: of what it is a set: ``rows`` or ``coordinates``; whole: how many of them there were at the start.
         between: what the shrinks between the edited sites were: ``recorded`` or ``recomputed``.
+        undecided: how many single removals are void, so that nothing can be said of them.
     """
 
     edits: tuple[dict[str, Any], ...]
@@ -109,6 +111,7 @@ class MinimalSet(Value):
     unit: str = "rows"
     whole: int = 0
     between: str = "recorded"
+    undecided: int = 0
 
 
 @dataclass(frozen=True, slots=True)

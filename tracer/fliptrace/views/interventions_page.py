@@ -240,7 +240,11 @@ def _set(smallest: MinimalSet) -> dict[str, Any]:
         "unit": visible(smallest.unit),
         "recipient": smallest.recipient,
         "whole": smallest.whole,
-        "minimal": "yes" if smallest.one_minimal else "the budget ended before it was shown",
+        "minimal": "yes"
+        if smallest.one_minimal
+        else f"not shown: {smallest.undecided} single removals are void"
+        if smallest.undecided
+        else "the budget ended before it was shown",
         "between": visible(smallest.between),
         "runs": smallest.runs,
         "names": [visible(name) for name in smallest.names],

@@ -26,6 +26,7 @@ MEMORY = """\
 
 @pytest.fixture(scope="module")
 def script(repository_root):
+    pytest.importorskip("triton", reason="the script imports the Triton kernels")
     folder = str(repository_root / "examples/measure")
     sys.path.insert(0, folder)
     names = ("shrink_memcheck", "shrink_stress", "shrink_mutants")

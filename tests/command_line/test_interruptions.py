@@ -70,7 +70,7 @@ def test_ctrl_c_cleans_up(recording, tmp_path):
     """SIGINT: one line, exit 130, no folder left."""
     process, partial = recording
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "")
     assert [line for line in err.splitlines() if line] == [
         "trace-pair: interrupted; nothing was kept"

@@ -11,13 +11,15 @@ import importlib.util
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
 
     from selenium.webdriver import Chrome
 
@@ -72,6 +74,28 @@ def _fixed_seed_and_threads() -> None:
 def repository_root() -> Path:
     """The folder that holds pyproject.toml."""
     return Path(__file__).resolve().parent.parent
+
+
+def _module_from(path: Path) -> ModuleType:
+    if path.stem in sys.modules:
+        return sys.modules[path.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def load_neighbour() -> Callable[[Path], ModuleType]:
+    """A function that imports a module that is no part of a package by its file, once per session."""
+    return _module_from
+
+
+@pytest.fixture(scope="session")
+def tiny(repository_root: Path) -> ModuleType:
+    """The module that makes tiny models."""
+    return _module_from(repository_root / "tests" / "capture" / "tiny_models.py")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 
@@ -11,16 +10,8 @@ import torch
 
 
 @pytest.fixture(scope="module")
-def script():
-    from pathlib import Path
-
-    path = Path(__file__).resolve().parents[2] / "examples/measure/shrink_replay.py"
-    spec = importlib.util.spec_from_file_location("shrink_replay", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def script(load_neighbour, repository_root):
+    return load_neighbour(repository_root / "examples" / "measure" / "shrink_replay.py")
 
 
 def test_differences_are_counted(script):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 import subprocess
@@ -17,16 +16,8 @@ from fliptrace_kernels.local.calls import launches
 
 
 @pytest.fixture(scope="module")
-def script():
-    from pathlib import Path
-
-    path = Path(__file__).resolve().parents[2] / "examples/measure/shrink_stress.py"
-    spec = importlib.util.spec_from_file_location("shrink_stress", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def script(load_neighbour, repository_root):
+    return load_neighbour(repository_root / "examples" / "measure" / "shrink_stress.py")
 
 
 def test_random_calls_stay_inside_their_pool(script):

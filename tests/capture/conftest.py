@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,29 +13,6 @@ from fliptrace.capture.transformers_engine import TransformersEngine, load_model
 from fliptrace.manifest import Manifest
 from fliptrace.store import TraceWriter, open_trace
 from fliptrace.trace import Closing
-
-
-def module_from(path: Path) -> ModuleType:
-    """Import a module that is no part of a package by its file."""
-    if path.stem in sys.modules:
-        return sys.modules[path.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def load_neighbour():
-    """A function that imports a module that is no part of a package."""
-    return module_from
-
-
-@pytest.fixture(scope="session")
-def tiny():
-    """The module that makes tiny models."""
-    return module_from(Path(__file__).parent / "tiny_models.py")
 
 
 @pytest.fixture(scope="session")

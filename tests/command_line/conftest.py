@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -25,22 +24,6 @@ class Result:
     code: int
     out: str
     err: str
-
-
-def module_from(path):
-    if path.stem in sys.modules:
-        return sys.modules[path.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def tiny():
-    """The module that makes tiny models."""
-    return module_from(ROOT / "tests" / "capture" / "tiny_models.py")
 
 
 @pytest.fixture(scope="session")

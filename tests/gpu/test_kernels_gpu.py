@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import sys
 import warnings
@@ -577,14 +576,8 @@ def test_launch_configuration_names_the_kernel():
 
 
 @pytest.fixture(scope="module")
-def mutants(request):
-    path = request.config.rootpath / "examples" / "measure" / "shrink_mutants.py"
-    spec = importlib.util.spec_from_file_location("shrink_mutants", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def mutants(load_neighbour, repository_root):
+    return load_neighbour(repository_root / "examples" / "measure" / "shrink_mutants.py")
 
 
 def test_delays_catch_mutants(mutants):

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 
-def module_from(path: Path):
-    """Import a module that is no part of a package by its file."""
-    if path.stem in sys.modules:
-        return sys.modules[path.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
-def tiny():
-    """The module that makes tiny models."""
-    return module_from(Path(__file__).resolve().parents[1] / "capture" / "tiny_models.py")
-
-
-@pytest.fixture(scope="session")
-def planting():
+def planting(load_neighbour):
     """The module that records pairs with a planted cause."""
-    return module_from(Path(__file__).parent / "planting.py")
+    return load_neighbour(Path(__file__).parent / "planting.py")
 
 
 @pytest.fixture(scope="session")
@@ -103,3 +86,19 @@ def planted(planting, tiny, tmp_path_factory, llama, gemma):
 def plant(request, planted):
     """Both planted pairs in turn."""
     return planted(request.param)
+
+
+@pytest.fixture
+def typed(monkeypatch, capfd):
+    """A function that runs trace-intervene in this process: arguments in; code, stdout and stderr out."""
+    from fliptrace_interventions.command_line import trace_intervene
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["trace-intervene", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            trace_intervene.main()
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=stopped.value.code, out=out, err=err)
+
+    return run

@@ -182,22 +182,6 @@ def places(planted, model_folders, planting, tmp_path_factory, tiny):
     )
 
 
-@pytest.fixture
-def typed(monkeypatch, capfd):
-    """A function that runs trace-intervene in this process: arguments in; code, stdout and stderr out."""
-    from fliptrace_interventions.command_line import trace_intervene
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["trace-intervene", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            trace_intervene.main()
-        out, err = capfd.readouterr()
-        return SimpleNamespace(code=stopped.value.code, out=out, err=err)
-
-    return run
-
-
 def contents(folder):
     """Every file under a folder with its bytes and time of change."""
     return {

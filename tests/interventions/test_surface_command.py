@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,22 +14,6 @@ from fliptrace.views import InterventionReport, report_schema
 from fliptrace_interventions import ShrinkEdit
 
 QUICK = ("--shams", "2", "--max-new-tokens", "12")
-
-
-@pytest.fixture
-def typed(monkeypatch, capfd):
-    """A function that runs trace-intervene in this process: arguments in; code, stdout and stderr out."""
-    from fliptrace_interventions.command_line import trace_intervene
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["trace-intervene", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            trace_intervene.main()
-        out, err = capfd.readouterr()
-        return SimpleNamespace(code=stopped.value.code, out=out, err=err)
-
-    return run
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ the rest.
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 
 import pytest
 
@@ -184,14 +182,8 @@ def test_second_launch_adds_without_contraction(capability, tree):
 
 
 @pytest.fixture(scope="module")
-def mutants(request):
-    path = request.config.rootpath / "examples" / "measure" / "shrink_mutants.py"
-    spec = importlib.util.spec_from_file_location("shrink_mutants", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def mutants(load_neighbour, repository_root):
+    return load_neighbour(repository_root / "examples" / "measure" / "shrink_mutants.py")
 
 
 def instructions(text):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import struct
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -478,11 +476,6 @@ def pairs():
 
 
 @pytest.fixture(scope="session")
-def made():
+def made(load_neighbour):
     """The module that makes up investigations."""
-    path = Path(__file__).parent / "made_up_interventions.py"
-    if path.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
-    return sys.modules[path.stem]
+    return load_neighbour(Path(__file__).parent / "made_up_interventions.py")

@@ -71,20 +71,21 @@ def record_execution(
     except BaseException as error:
         writer.abandon(f"{type(error).__name__}: {error}")
         raise
-    tokenizer = engine.loaded.tokenizer
     shown = not settings.redact
     writer.close(
         Closing(
             complete=True,
             stop_reason=execution.stop_reason,
             steps=len(execution.token_ids),
-            text=tokenizer.decode(list(execution.token_ids), skip_special_tokens=True)
-            if shown
-            else "",
-            piece_texts=tuple(tokenizer.decode([token]) for token in execution.token_ids)
+            text=engine.text_of(execution.token_ids) if shown else "",
+            piece_texts=tuple(
+                engine.text_of((token,), special=True) for token in execution.token_ids
+            )
             if shown
             else (),
-            prompt_piece_texts=tuple(tokenizer.decode([token]) for token in run.prompt.ids)
+            prompt_piece_texts=tuple(
+                engine.text_of((token,), special=True) for token in run.prompt.ids
+            )
             if shown
             else (),
             not_observed=not_observed(engine, settings),

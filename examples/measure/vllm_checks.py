@@ -22,11 +22,14 @@ from typing import Any
 
 from vllm_processes import (
     GRAPHS_ONLY,
+    SHAPES,
     Engine,
     close_all,
     engine_options,
     environment,
     wait_for_all,
+    write_adapter,
+    write_model,
     write_opposite,
 )
 
@@ -36,6 +39,8 @@ QUESTIONS = [
     "Write one sentence about the sea.",
     "Anna is twice as old as Ben, who is 9. How old will Anna be in 4 years?",
 ]
+#: For a model without a tokenizer.
+PROMPTS_OF_IDS = [list(range(1000, 1040))]
 TOKENS = 48
 COUNTED = {"FLIPTRACE_COUNT_LAUNCHES": "1"}
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
@@ -124,9 +129,19 @@ def check(options: argparse.Namespace) -> bool:
             "max_num_batched_tokens": 2048,
             "kv_cache_memory_bytes": 1 << 30,
         }
-        if "tensor_parallel_size" in changes:
-            llm["distributed_executor_backend"] = "mp"
-        settings = {"options": llm | changes, "adapters": [options.adapter, str(opposite)]}
+        adapters = [options.adapter, str(opposite)]
+        if name == TWO_GPUS[0]:
+            # Of no weights of its own: the 9 heads of SmolLM2-135M cannot be dealt to two GPUs.
+            shape = SHAPES["llama-3.2-3b"]
+            llm |= {
+                "model": str(write_model(options.scratch / "two-gpus", shape)),
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "distributed_executor_backend": "mp",
+            }
+            folder = options.scratch / "two-gpus-adapter"
+            adapters = [str(write_adapter(folder, shape, rank=16, seed=16))]
+        settings = {"options": llm | changes, "adapters": adapters}
         variables = environment(options.scratch, name, label, **more)
         engines[name] = Engine(options.out, name, settings, variables)
     try:
@@ -155,9 +170,11 @@ def check_engines(book: Book, engines: dict[str, Engine], labels: dict[str, str]
     """Check every engine that runs, then what they say of each other."""
     alone: dict[str, list[int]] = {}
     for name, engine in engines.items():
-        prompts = engine.ask("chat", texts=QUESTIONS)["prompts"]
         if name in ("bare", "off"):
             continue
+        prompts = PROMPTS_OF_IDS
+        if name != TWO_GPUS[0]:
+            prompts = engine.ask("chat", texts=QUESTIONS)["prompts"]
 
         def one(name: str = name, engine: Engine = engine, prompts: list[Any] = prompts) -> None:
             alone[name] = check_plugin(book, name, engine, labels[name], prompts)

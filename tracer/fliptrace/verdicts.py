@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fliptrace.chart import PropagationChart
 from fliptrace.numerics import BoundaryReport, CoordinateClass, SpecialDifference
 from fliptrace.sites import Coordinate, Site
 
@@ -341,6 +342,7 @@ class PairDiff:
         manifest_differences: (key, reference value, candidate value).
         generated: lengths (reference, candidate) in tokens.
         first_surviving_variant: the first configuration-variant row with a surviving coordinate.
+        propagation_chart: the propagation graph pruned and laid out, None where nothing can be followed.
     """
 
     outcome: Outcome
@@ -364,6 +366,7 @@ class PairDiff:
     manifest_differences: tuple[tuple[str, Any, Any], ...]
     generated: tuple[int, int]
     first_surviving_variant: RowDifference | None = None
+    propagation_chart: PropagationChart | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """Say the verdict in one line; the fields hold thousands of values."""
@@ -374,9 +377,11 @@ class PairDiff:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; grids leave as their counts per class, since the traces hold the data."""
+        """Return plain JSON values; what is made to be drawn leaves as counts, or not: the traces hold the data."""
         document = {
-            f.name: as_json(getattr(self, f.name)) for f in fields(self) if f.name != "grids"
+            f.name: as_json(getattr(self, f.name))
+            for f in fields(self)
+            if f.name not in ("grids", "propagation_chart")
         }
         document["grids"] = {
             name: {

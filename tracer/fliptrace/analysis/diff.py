@@ -16,6 +16,7 @@ from fliptrace.analysis.coverage import CoverageLedger
 from fliptrace.analysis.evidence import ROOT, VARIANT, StepEvidence, StepReader
 from fliptrace.analysis.foreign import ForeignSearch
 from fliptrace.analysis.grids import GridBuilder
+from fliptrace.analysis.propagation_chart import propagation_chart
 from fliptrace.analysis.summary import summarise
 from fliptrace.analysis.tokens import StepLogits, compare_step, describe_flip, logits_differ
 from fliptrace.errors import InputError
@@ -341,6 +342,9 @@ class PairWalk:
             manifest_differences=tuple(differing_keys(reference.manifest, candidate.manifest)),
             generated=(len(reference.steps), len(candidate.steps)),
             first_surviving_variant=self._first.get("surviving_variant"),
+            propagation_chart=propagation_chart(
+                self.evidence, self._start(), self._roots, self._flip
+            ),
         )
 
     def _start(self) -> RowDifference | ForeignRoot | None:

@@ -298,7 +298,9 @@ def leaves_projection(start: RowDifference) -> bool:
     return start.row_class is not CoordinateClass.LATENT and start.fate is not Fate.ABSORBED
 
 
-def _source(evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot) -> Node | None:
+def first_record(
+    evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
+) -> Node | None:
     """Return the first record that shows a difference; None when no differing record does."""
     if isinstance(start, RowDifference):
         return (start.step, "shrink", start.site.path)
@@ -330,7 +332,7 @@ def path_to_flip(
     """
     import networkx as nx
 
-    source = _source(evidence, start)
+    source = first_record(evidence, start)
     if source is None:
         return None
     target = (flip.step, "flip", 0)
@@ -356,7 +358,7 @@ def first_that_reaches(
     target = (flip.step, "flip", 0)
     ancestors = nx.ancestors(graph, target)
     for root in roots:
-        source = _source(evidence, root)
+        source = first_record(evidence, root)
         if leaves_projection(root) and source in ancestors:
             nodes = nx.shortest_path(graph, source, target)
             return root, tuple((node, graph.nodes[node]["name"]) for node in nodes)

@@ -1,0 +1,159 @@
+"""Prunes the graph of differing records to what leads from the roots to the flip, merges it, and lays it out.
+
+Three things keep the picture small enough to read, and all are counted so that a view can say them: records from which
+no way leads to the flip are left out; of the steps between root and flip only some are looked at record by record, the
+others only by what they left in the cache; and records of one place are merged, as coarsely as the budget of nodes asks
+for (fliptrace.analysis.propagation_merge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from fliptrace.analysis.differing_records import Node
+from fliptrace.analysis.evidence import StepEvidence
+from fliptrace.analysis.propagation import build_graph, first_record, leaves_projection
+from fliptrace.analysis.propagation_merge import Merge, Start
+from fliptrace.chart import Band, PropagationChart
+from fliptrace.numerics import CoordinateClass
+from fliptrace.verdicts import Flip, RowDifference
+
+#: Roots with a node of their own; later ones are counted in the node of their place.
+MOST_ROOTS = 24
+#: Steps that are looked at record by record, beside the flip's.
+MOST_STEPS = 16
+
+
+def propagation_chart(
+    evidence: Sequence[StepEvidence],
+    start: Start | None,
+    roots: Sequence[RowDifference],
+    flip: Flip | None,
+) -> PropagationChart | None:
+    """Draw up what leads from the roots to the flip.
+
+    Args:
+        evidence: every compared step.
+        start: what is followed in the story: a root, a configuration-variant or what entered elsewhere.
+        roots: the surviving roots in execution order.
+        flip: the flip, if any; without one the picture ends where the differences do.
+
+    Returns:
+        The chart; None where no difference is known to have left a shrink, so that there is nothing to follow.
+    """
+    starts = _starts(evidence, start, roots)
+    if not starts:
+        return None
+    steps = _looked_at([node[0] for node in starts], flip, evidence)
+    graph = build_graph(evidence, flip, steps)
+    every = [node for node in graph if node[1] not in ("cached", "flip")]
+    ended = [
+        node
+        for node in every
+        if graph.nodes[node]["coordinate_class"] == CoordinateClass.LATENT.label
+    ]
+    graph.remove_nodes_from(ended)
+    kept, reaches = _pruned(graph, starts, flip)
+    if not kept:
+        return None
+    leading = {node: one for node, one in starts.items() if node in kept}
+    path = _path(graph, kept, leading, flip)
+    bands = _bands(kept, leading, flip, steps, evidence)
+    drawn = dict(list(leading.items())[:MOST_ROOTS])
+    merge = Merge(graph.subgraph(kept), bands, drawn, evidence)
+    merge.choose_grain()
+    merge.merge(path)
+    left_out = len(every) - len(ended) - sum(node[1] not in ("cached", "flip") for node in kept)
+    between = sum(bands[0].first <= step.step <= bands[-1].last for step in evidence) - len(steps)
+    return merge.chart(
+        reaches_flip=reaches,
+        left_out=left_out,
+        latent=len(ended),
+        roots_drawn=sum(map(len, drawn.values())),
+        roots=sum(map(len, leading.values())),
+        steps_between=between,
+        operands_kept=all(step.operand_values_known for step in evidence),
+    )
+
+
+def _starts(
+    evidence: Sequence[StepEvidence], start: Start | None, roots: Sequence[RowDifference]
+) -> dict[Node, list[Start]]:
+    """Return the records at which differences entered, in execution order, each with what entered there."""
+    found: dict[Node, list[Start]] = {}
+    followed = [one for one in (start, *roots) if one is not None]
+    for one in followed:
+        if isinstance(one, RowDifference) and not leaves_projection(one):
+            continue
+        node = first_record(evidence, one)
+        if node is not None and one not in found.setdefault(node, []):
+            found[node].append(one)
+    return dict(sorted(found.items(), key=lambda item: _when(item[1][0])))
+
+
+def _when(one: Start) -> tuple[int, int]:
+    order = one.order if isinstance(one, RowDifference) else one.before_order
+    return one.step, order
+
+
+def _looked_at(
+    starts: Sequence[int], flip: Flip | None, evidence: Sequence[StepEvidence]
+) -> list[int]:
+    """Choose the steps whose records are looked at: the first start's, the flip's, starts', and evenly between."""
+    last = flip.step if flip is not None else evidence[-1].step
+    possible = [step.step for step in evidence if starts[0] <= step.step <= last]
+    wanted = list(dict.fromkeys([starts[0], last, *starts]))[:MOST_STEPS]
+    between = [step for step in possible if step not in wanted]
+    room = max(0, MOST_STEPS - len(wanted))
+    stride = max(1, -(-len(between) // room)) if room else 0
+    return sorted({*wanted, *(between[::stride] if stride else ())})
+
+
+def _pruned(graph: Any, starts: Iterable[Node], flip: Flip | None) -> tuple[set[Node], bool | None]:
+    """Keep what can be reached from a start and, where that reaches the flip, what can reach it."""
+    import networkx as nx
+
+    present = [node for node in starts if node in graph]
+    reached = set(chain.from_iterable(nx.bfs_layers(graph, present))) if present else set()
+    if flip is None:
+        return reached, None
+    target: Node = (flip.step, "flip", 0)
+    if target not in reached:
+        return reached, False
+    return reached & (nx.ancestors(graph, target) | {target}), True
+
+
+def _path(graph: Any, kept: set[Node], starts: Iterable[Node], flip: Flip | None) -> list[Node]:
+    """Return a shortest way from the first start to the flip; empty without one."""
+    import networkx as nx
+
+    target: Node | None = None if flip is None else (flip.step, "flip", 0)
+    if target is None or target not in kept:
+        return []
+    first = next(iter(starts))
+    way: list[Node] = nx.shortest_path(graph.subgraph(kept), first, target)
+    return way
+
+
+def _bands(
+    kept: set[Node],
+    starts: Iterable[Node],
+    flip: Flip | None,
+    steps: Sequence[int],
+    evidence: Sequence[StepEvidence],
+) -> tuple[Band, ...]:
+    """Give the first start's step and the flip's a band each, and one to the steps between and after them."""
+    last = flip.step if flip is not None else evidence[-1].step
+    own = sorted({next(iter(starts))[0], last})
+    present = {node[0] for node in kept if node[1] != "cached"}
+    bands = []
+    for number, step in enumerate(own):
+        if step in present:
+            bands.append(Band(step, step, 1))
+        following = own[number + 1] if number + 1 < len(own) else last + 1
+        if any(step < one < following for one in present):
+            looked = sum(step < one < following for one in steps)
+            bands.append(Band(step + 1, following - 1, looked))
+    return tuple(bands)

@@ -16,7 +16,8 @@ class NodeKind(StrEnum):
     """What a node stands for."""
 
     ROOT = "root"
-    ELSEWHERE = "entered elsewhere"
+    VARIANT = "configuration-variant"
+    ELSEWHERE = "first seen here"
     SHRINKS = "projections"
     CACHE = "keys and values"
     MIXED = "projections, keys and values"
@@ -57,7 +58,8 @@ class ChartNode:
         inherited_rows: surviving shrink rows with a differing operand.
         unlocated_rows: surviving shrink rows whose operand was not recorded, or that were launched differently.
         on_path: it lies on the path that is drawn bold.
-        step: a root's step, None for other nodes.
+        step: the step of what entered here, None for other nodes.
+        layer: its first layer, None outside the layers.
     """
 
     name: str
@@ -77,6 +79,7 @@ class ChartNode:
     unlocated_rows: int
     on_path: bool
     step: int | None = None
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

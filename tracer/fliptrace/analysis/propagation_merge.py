@@ -12,7 +12,7 @@ from fliptrace.analysis.evidence import INHERITED, ROOT, StepEvidence
 from fliptrace.analysis.propagation_places import GRAINS, LAST_LAYER, Column, laid_out
 from fliptrace.chart import Band, ChartEdge, ChartNode, NodeKind, PropagationChart
 from fliptrace.numerics import CoordinateClass
-from fliptrace.verdicts import ForeignRoot, RowDifference
+from fliptrace.verdicts import ForeignRoot, Origin, RowDifference
 
 #: Most nodes of the picture, roots included.
 MOST_NODES = 240
@@ -176,7 +176,10 @@ class Merge:
         rows = [row for row in members.starts if isinstance(row, RowDifference)]
         if rows and not members.records:
             largest["shrink"] = max((_largest(row) for row in rows), default=None)
-        added, inherited, unlocated = self._origins(members.records)
+            added, inherited = sum(row.origin is Origin.ROOT for row in rows), 0
+            unlocated = len(rows) - added
+        else:
+            added, inherited, unlocated = self._origins(members.records)
         first = members.starts[0] if members.starts else None
         return ChartNode(
             name=group[2] if first is None else _start_name(first),
@@ -191,11 +194,12 @@ class Merge:
             cache_magnitude=largest["cache"],
             positions=tuple(positions[:_POSITIONS]),
             position_count=len(positions),
-            added_rows=len(rows) if rows and not members.records else added,
+            added_rows=added,
             inherited_rows=inherited,
             unlocated_rows=unlocated,
             on_path=on_path,
             step=first.step if first is not None else None,
+            layer=group[1][0] if group[1][0] < LAST_LAYER else None,
         )
 
     def _positions(self, members: _Members) -> list[int]:
@@ -237,8 +241,11 @@ def _largest(row: RowDifference) -> float:
 
 def _kind(members: _Members) -> NodeKind:
     if members.starts:
-        rows = any(isinstance(one, RowDifference) for one in members.starts)
-        return NodeKind.ROOT if rows else NodeKind.ELSEWHERE
+        origins = {one.origin for one in members.starts if isinstance(one, RowDifference)}
+        if Origin.ROOT in origins:
+            return NodeKind.ROOT
+        variant = Origin.CONFIGURATION_VARIANT in origins
+        return NodeKind.VARIANT if variant else NodeKind.ELSEWHERE
     kinds = {node[1] for node in members.records}
     for kind, name in ((NodeKind.FLIP, "flip"), (NodeKind.LOGITS, "logits")):
         if name in kinds:

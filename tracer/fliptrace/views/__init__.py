@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fliptrace.views.margin import margin_figure
     from fliptrace.views.notebook import pair_html, row_html, trace_html
     from fliptrace.views.page import render_report
+    from fliptrace.views.propagation import propagation_figure
     from fliptrace.views.story import Passage, Story, tell_story
     from fliptrace.views.terminal import plain_summary, terminal_summary
 
@@ -43,6 +44,7 @@ _HOMES = {
     "pair_html": "notebook",
     "plain_interventions": "interventions_terminal",
     "plain_summary": "terminal",
+    "propagation_figure": "propagation",
     "render_index": "index",
     "render_report": "page",
     "report_json": "document",
@@ -71,6 +73,7 @@ __all__ = [
     "pair_html",
     "plain_interventions",
     "plain_summary",
+    "propagation_figure",
     "render_index",
     "render_report",
     "report_json",

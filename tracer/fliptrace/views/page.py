@@ -28,6 +28,11 @@ from fliptrace.views.keys_values import cache_gist, cache_states
 from fliptrace.views.margin import margin_figure
 from fliptrace.views.origin import started_elsewhere, started_in_shrink
 from fliptrace.views.pooling import Array, Cells, pool
+from fliptrace.views.propagation import (
+    propagation_data,
+    propagation_figure,
+    propagation_section,
+)
 from fliptrace.views.story import Passage, tell_story
 from fliptrace.views.texts import pair_texts
 from fliptrace.views.wording import TokenNames, brief, exact
@@ -79,7 +84,8 @@ def render_report(
     story = tell_story(diff, reference, candidate, interventions)
     dtype = wording.model_dtype(reference)
     tokens = TokenNames(reference)
-    css, script = templating.asset("report.css"), templating.asset("report.js")
+    css = templating.asset("report.css") + templating.asset("propagation.css")
+    script = templating.asset("report.js") + templating.asset("propagation.js")
     plotly_script = _plotly()
     cells = {name: pool(grid) for name, grid in diff.grids.items() if grid.classes.numel()}
     coordinate = _first_coordinate(diff)
@@ -95,6 +101,7 @@ def render_report(
             style_ids=_STYLE_ID.findall(plotly_script),
             css=css,
             script=script,
+            propagation=propagation_section(diff),
             plotly_script=plotly_script,
             title=visible(title),
             outcome=diff.outcome.name.lower(),
@@ -338,6 +345,8 @@ def _data(
         "boundary": _figure_json(boundary_figure(coordinate, wording.model_dtype(reference)))
         if coordinate is not None
         else None,
+        "propagation": _figure_json(propagation_figure(diff)) if diff.propagation_chart else None,
+        "propagation-graph": propagation_data(diff),
         "dark": palette.dark_twins(),
         "classes": {str(int(label)): label.label for label in CoordinateClass},
         "origins": list(heatmap.ORIGIN_NAMES),

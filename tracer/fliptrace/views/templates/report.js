@@ -239,7 +239,7 @@
   }
 
   function drawAll() {
-    const drawing = ["margin", "boundary", "cause-boundary", "cause-margins"].map(drawOther);
+    const drawing = ["margin", "boundary", "propagation", "cause-boundary", "cause-margins"].map(drawOther);
     if (heat) drawing.push(drawHeatmap());
     return Promise.all(drawing);
   }

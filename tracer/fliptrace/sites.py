@@ -11,6 +11,9 @@ import re
 from dataclasses import dataclass
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
+#: Ends of paths by which engines that fuse projections or run on several ranks keep paths unique.
+_SLICE = re.compile(r"^(.+)\[([^\[\]]+)\]$")
+_RANK = re.compile(r"^(.+)@rank(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,18 @@ class Site:
 
     @classmethod
     def from_path(cls, path: str, *, slice: str | None = None, parallel_rank: int = 0) -> Site:  # noqa: A002
-        """Build a site from a module path such as ``model.layers.2.mlp.up_proj``."""
-        match = _LAYER.search(path)
-        layer, module = (int(match.group(1)), match.group(2)) if match else (None, path)
+        """Build a site from a module path such as ``model.layers.2.mlp.up_proj``.
+
+        A fused projection names its slice at the end, ``...mlp.gate_up_proj[up_proj]``, and a rank other than 0 of a
+        parallel group itself after that, ``...@rank1``; both are read from the path.
+        """
+        module = path
+        if on_rank := _RANK.match(module):
+            module, parallel_rank = on_rank.group(1), int(on_rank.group(2))
+        if sliced := _SLICE.match(module):
+            module, slice = sliced.groups()  # noqa: A001
+        match = _LAYER.search(module)
+        layer, module = (int(match.group(1)), match.group(2)) if match else (None, module)
         return cls(path=path, layer=layer, module=module, slice=slice, parallel_rank=parallel_rank)
 
     @property

@@ -7,13 +7,8 @@ boundary after the shrink would be gone.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import inspect
-import json
-import logging
 import struct
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from fliptrace.capture.sources import (
+    adapter_folder,
+    check_adapter,
+    describe_adapter,
+    describe_tokenizer,
+    first_line,
+    model_files,
+    quiet_libraries,
+    sha256_of,
+    shown_name,
+)
 from fliptrace.errors import InputError, UnsupportedModelError
-
-#: Settings of a LoRA configuration that change how the adapter is computed, with the value that plain LoRA has.
-_VARIANT_SETTINGS = {
-    "use_dora": "DoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow routing",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-    "kasa_config": "KaSA",
-    "layer_replication": "layer replication",
-    "target_parameters": "LoRA on bare parameters (mixture-of-experts weights)",
-    "trainable_token_indices": "trained token embeddings",
-    "megatron_config": "Megatron parallel layers",
-}
 
 _NOWHERE = "is no folder or .gguf file here and could not be fetched from the model hub"
 
@@ -99,69 +89,26 @@ def load_model(
     chosen_device = _choose_device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise InputError(f"dtype must be auto, {', '.join(_DTYPES)}; got {dtype!r}")
-    with _quiet_libraries():
-        adapter_folder = _adapter_folder(adapter)
-        configuration = _check_adapter(adapter_folder)
+    with quiet_libraries():
+        folder = adapter_folder(adapter)
+        configuration = check_adapter(folder)
         base, tokenizer, description = _load_base(model, dtype, attention)
         _refuse_quantised(base, model)
-        traced = _add_adapter(base, adapter_folder, configuration, model)
+        traced = _add_adapter(base, folder, configuration, model)
         traced.to(chosen_device).eval()
     model_dtype = _model_dtype(traced)
-    weights = adapter_folder / "adapter_model.safetensors"
-    scalings = dict(_scalings(traced))
     description["model"]["dtype"] = str(model_dtype).removeprefix("torch.")
     description["model"]["attention"] = attention
-    description["adapter"] = {
-        "name": _shown_name(adapter),
-        "sha256": sha256_of([weights, adapter_folder / "adapter_config.json"]),
-        "rank": configuration.get("r"),
-        "alpha": configuration.get("lora_alpha"),
-        "target_modules": sorted(configuration.get("target_modules") or [])
-        if isinstance(configuration.get("target_modules"), list)
-        else configuration.get("target_modules"),
-        "dtype": str(model_dtype).removeprefix("torch."),
-        # Some (pissa, olora) make PEFT change the base weights on loading, which the model's hash does not show.
-        "initialisation": configuration.get("init_lora_weights"),
-        "scaling": "applied after expand (PEFT); the shrink is unscaled",
-        "scaling_values": sorted(set(scalings.values())),
-        "scaling_sha256": hashlib.sha256(json.dumps(scalings, sort_keys=True).encode()).hexdigest(),
-    }
-    template = getattr(tokenizer, "chat_template", None)
-    description["tokenizer"] = {
-        "class": type(tokenizer).__name__,
-        "vocabulary_size": len(tokenizer),
-        "vocabulary_sha256": hashlib.sha256(
-            json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True).encode()
-        ).hexdigest(),
-        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest()
-        if template
-        else None,
-    }
+    description["adapter"] = describe_adapter(
+        adapter,
+        folder,
+        configuration,
+        str(model_dtype).removeprefix("torch."),
+        dict(_scalings(traced)),
+        "applied after expand (PEFT); the shrink is unscaled",
+    )
+    description["tokenizer"] = describe_tokenizer(tokenizer)
     return LoadedModel(traced, tokenizer, chosen_device, model_dtype, description)
-
-
-def sha256_of(paths: list[Path]) -> str:
-    """Hash the contents of files, in the order given, with their names."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.name.encode() + b"\0")
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-#: Folder names that say nothing by themselves; the parent's name goes before them.
-_PLAIN_NAMES = frozenset(("adapter", "base", "checkpoint", "lora", "model", "output", "snapshot"))
-
-
-def _shown_name(given: str) -> str:
-    """Return how reports call a model or adapter: a hub name as it is, a path by its last part or two."""
-    path = Path(given).expanduser()
-    if not path.exists():
-        return given
-    path = path.resolve()
-    return f"{path.parent.name}/{path.name}" if path.name in _PLAIN_NAMES else path.name
 
 
 def forward_accepts(model: nn.Module, name: str) -> bool:
@@ -189,80 +136,6 @@ def _choose_device(device: str) -> torch.device:
                 f"device {device} was asked for, but there are {torch.cuda.device_count()} CUDA devices"
             )
     return chosen
-
-
-def _adapter_folder(adapter: str) -> Path:
-    folder = Path(adapter).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise InputError(
-            f"adapter must be a folder with adapter_config.json and adapter_model.safetensors; {adapter} is a file"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(adapter, allow_patterns=["adapter_config.json", "adapter_model.*"])
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(
-            f"adapter {adapter!r} is no folder here and could not be fetched from the model hub ({_first_line(error)})"
-        ) from error
-
-
-def _check_adapter(folder: Path) -> dict[str, Any]:
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise InputError(
-            f"adapter folder {folder} has no adapter_config.json; a PEFT LoRA adapter was expected"
-        )
-    try:
-        configuration: Any = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({_first_line(error)})") from error
-    if (
-        not isinstance(configuration, dict)
-        or str(configuration.get("peft_type", "")).upper() != "LORA"
-    ):
-        kind = (
-            configuration.get("peft_type")
-            if isinstance(configuration, dict)
-            else type(configuration).__name__
-        )
-        raise UnsupportedModelError(
-            f"a PEFT adapter of type LORA is required; {path} says {kind!r}"
-        )
-    if not (folder / "adapter_model.safetensors").is_file():
-        pickled = [
-            name
-            for name in ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-            if (folder / name).exists()
-        ]
-        reason = (
-            f"it has only {pickled[0]}, a pickle, which could run code when loaded"
-            if pickled
-            else "it has no weights"
-        )
-        raise InputError(
-            f"adapter folder {folder} must hold adapter_model.safetensors; {reason}. Convert it with "
-            "peft's save_pretrained(..., safe_serialization=True)"
-        )
-    for setting, name in _VARIANT_SETTINGS.items():
-        if configuration.get(setting):
-            raise UnsupportedModelError(
-                f"{folder} uses {name} ({setting}={configuration[setting]!r}); its result is not x·Aᵀ·Bᵀ, so a "
-                "trace of shrinks would be wrong. Plain LoRA and rsLoRA are supported"
-            )
-    if str(configuration.get("init_lora_weights")).startswith("pissa_niter"):
-        raise UnsupportedModelError(
-            f"{folder} was initialised with init_lora_weights={configuration['init_lora_weights']!r}: PEFT changes the "
-            "base weights by a randomised decomposition whenever it loads such an adapter, so no two loads compute "
-            "the same model. Convert it to plain LoRA with peft's save_pretrained(..., "
-            "path_initial_model_for_weight_conversion=...)"
-        )
-    return dict(configuration)
 
 
 def _load_base(
@@ -298,11 +171,11 @@ def _load_base(
         raise
     except (*_LOADING_ERRORS, SafetensorError) as error:
         what = "could not be loaded" if path.exists() else _NOWHERE
-        raise InputError(f"model {model!r} {what}: {_first_line(error)}") from error
-    files = [path] if is_gguf else _model_files(source, base)
+        raise InputError(f"model {model!r} {what}: {first_line(error)}") from error
+    files = [path] if is_gguf else model_files(source, base.config)
     description = {
         "model": {
-            "name": _shown_name(model),
+            "name": shown_name(model),
             "architecture": type(base).__name__,
             "layers": getattr(base.config.get_text_config(decoder=True), "num_hidden_layers", None),
             "sha256": sha256_of(files),
@@ -311,21 +184,6 @@ def _load_base(
         }
     }
     return base, tokenizer, description
-
-
-def _model_files(source: str, base: nn.Module) -> list[Path]:
-    """List the files whose contents are the model: configuration and weights."""
-    folder = Path(source)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        revision = getattr(base.config, "_commit_hash", None)
-        folder = Path(
-            snapshot_download(
-                source, revision=revision, allow_patterns=["config.json", "*.safetensors"]
-            )
-        )
-    return sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
 
 
 def _refuse_quantised_configuration(config: Any, model: str) -> None:
@@ -366,7 +224,7 @@ def _add_adapter(
             stored = set(file.keys())
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"{folder / 'adapter_model.safetensors'} is no readable safetensors file ({_first_line(error)})"
+            f"{folder / 'adapter_model.safetensors'} is no readable safetensors file ({first_line(error)})"
         ) from error
     mismatch = (
         f"adapter {folder} does not fit model {model!r}: it was made for another base model ("
@@ -375,7 +233,7 @@ def _add_adapter(
     try:
         wrapped = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise InputError(mismatch + _first_line(error)) from error
+        raise InputError(mismatch + first_line(error)) from error
     expected = set(get_peft_model_state_dict(wrapped))
     if stored != expected:
         odd = sorted(stored ^ expected)
@@ -411,32 +269,3 @@ def _scalings(model: nn.Module) -> Iterator[tuple[str, float]]:
         if hasattr(module, "lora_A") and isinstance(scaling, dict):
             for adapter_name, value in scaling.items():
                 yield f"{name}.{adapter_name}", float(value)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text[:300].rstrip(".")
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Keep progress bars and advice of the loading libraries off the terminal; errors still come through."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    showed_bars = transformers_logging.is_progress_bar_enabled()
-    hub_verbosity = hub_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity(logging.ERROR)  # it tells of every retry
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
-        if showed_bars:
-            transformers_logging.enable_progress_bar()

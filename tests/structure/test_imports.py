@@ -20,15 +20,16 @@ HOMES = {
     "jinja2": {"fliptrace.views"},
     "networkx": {"fliptrace.analysis"},
     "peft": {"fliptrace.capture"},
-    "plotly": {"fliptrace.views"},
-    "pyarrow": {"fliptrace.store"},
-    "ray": set(),
+    "plotly": {"fliptrace.studies.figures", "fliptrace.views"},
+    "pyarrow": {"fliptrace.store", "fliptrace.studies.results"},
+    "ray": {"fliptrace.studies.ray_workers"},
     "rich": {
         "fliptrace.command_line",
         "fliptrace.views",
         "fliptrace_interventions.command_line",
         "fliptrace_kernels.bench.command_line",
     },
+    "scipy": {"fliptrace.studies.statistics"},
     "transformers": {"fliptrace.capture"},
     "triton": {"fliptrace_kernels"},
     "typer": {"fliptrace.command_line", "fliptrace.views", "fliptrace_interventions.command_line"},
@@ -40,7 +41,17 @@ HOMES = {
     "xxhash": {"fliptrace.store"},
 }
 KERNELS_MAY_IMPORT = {"cuda", "fliptrace_kernels", "torch", "triton"}
-NOT_AT_IMPORT = ("transformers", "peft", "plotly", "networkx", "pyarrow", "rich", "typer", "ray")
+NOT_AT_IMPORT = (
+    "transformers",
+    "peft",
+    "plotly",
+    "networkx",
+    "pyarrow",
+    "rich",
+    "scipy",
+    "typer",
+    "ray",
+)
 
 
 def module_name(path: Path) -> str:

@@ -1,0 +1,172 @@
+"""trace-study: the paper's tables and figures, each by one command."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fliptrace.command_line.arguments import with_rows_joined
+from fliptrace.command_line.configuration import with_configuration, with_ray_address
+from fliptrace.command_line.options import (
+    PROMPT,
+    AttentionName,
+    DebugOption,
+    DtypeName,
+    EngineName,
+    QuietOption,
+    VersionOption,
+)
+from fliptrace.command_line.running import TROUBLE, fail, one_line, run
+from fliptrace.command_line.study_options import (
+    STUDY,
+    AdapterOption,
+    AttentionOption,
+    BudgetOption,
+    ConfigOption,
+    DeviceOption,
+    DtypeOption,
+    EngineOption,
+    FolderOption,
+    ModelOption,
+    NoTemplateOption,
+    PromptSeedOption,
+    PromptsOption,
+    RayOption,
+    RayWorkersOption,
+    ReductionsOption,
+    SeedOption,
+    SelectOption,
+    SummaryJsonOption,
+    TaskOption,
+    ThreadsOption,
+    model_settings,
+    run_and_show,
+)
+from fliptrace.errors import InputError
+
+if TYPE_CHECKING:
+    from fliptrace.studies import Selection
+
+
+def repeat(
+    *,
+    out: FolderOption,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = DtypeName.AUTO,
+    attention: AttentionOption = AttentionName.SDPA,
+    threads: ThreadsOption = 1,
+    task: TaskOption = "bundled",
+    select: SelectOption = None,
+    prompts: PromptsOption = None,
+    prompt_seed: PromptSeedOption = 0,
+    no_chat_template: NoTemplateOption = False,
+    scorer: Annotated[
+        str | None,
+        typer.Option(
+            help="A Python function (text, row) that returns True, False or None, or an answer and one of these.",
+            metavar="MODULE:FUNCTION",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    reduction: ReductionsOption = None,
+    repetitions: Annotated[
+        int,
+        typer.Option(
+            help="Generations per prompt and reduction.", metavar="N", rich_help_panel=STUDY
+        ),
+    ] = 10,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(help="Per generation, at most.", metavar="N", rich_help_panel=STUDY),
+    ] = 256,
+    seed: SeedOption = 0,
+    budget_minutes: BudgetOption = None,
+    ray: RayOption = None,
+    ray_workers: RayWorkersOption = None,
+    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
+    as_json: SummaryJsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,  # noqa: ARG001 (read by run)
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+) -> int:
+    """Generate greedily N times per prompt and compare the first time with the others (the paper's table 1).
+
+    Counts changed outputs, where they first changed, changed logits of selected tokens, changed answers and answers
+    that became wrong or right. Without --reduction: atomic:8, unsplit and deterministic:8.
+
+    Exit codes: 0 done, or the budget is used up; 1 a reduction that is repeatable by construction did not repeat; 2
+    trouble (one line on stderr).
+    """
+    from fliptrace.studies import RepeatStudy
+    from fliptrace.studies.repeat import PAPER_REDUCTIONS
+
+    study = RepeatStudy(
+        model=model_settings(
+            model, adapter, engine, device, dtype, attention, threads, no_chat_template
+        ),
+        task=task,
+        selection=_selection(select, prompts, prompt_seed, 20),
+        reductions=tuple(reduction or PAPER_REDUCTIONS),
+        repetitions=repetitions,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        scorer=scorer,
+    )
+    return run_and_show(
+        study,
+        out,
+        budget_minutes=budget_minutes,
+        ray=ray,
+        ray_workers=ray_workers,
+        as_json=as_json,
+        quiet=quiet,
+    )
+
+
+def _selection(
+    select: list[str] | None, prompts: int | None, prompt_seed: int, default: int
+) -> Selection:
+    from fliptrace.studies import Selection
+
+    if select:
+        return Selection(tuple(select), prompts, prompt_seed)
+    return Selection((), default if prompts is None else prompts, prompt_seed)
+
+
+COMMANDS = {"repeat": repeat}
+
+
+def trace_study(
+    study: Annotated[str, typer.Argument(help="Which study.", metavar="STUDY")],
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+) -> int:
+    """Measure how often a LoRA stack changes its outputs, how much that matters, and what repeats.
+
+    trace-study repeat: greedy generations of one prompt against each other (table 1).
+
+    trace-study STUDY --help says what a study takes.
+    """
+    raise InputError(f"a study is one of {', '.join(COMMANDS)}; got {study!r}")
+
+
+def main() -> None:
+    """Run the command."""
+    typed = sys.argv[1:]
+    if typed and typed[0] in COMMANDS:
+        name, *rest = typed
+        try:
+            words = with_rows_joined(with_ray_address(with_configuration(rest, name)))
+        except InputError as error:
+            fail(f"trace-study {name}", one_line(str(error)))
+            sys.exit(TROUBLE)
+        run(COMMANDS[name], f"trace-study {name}", words)
+    run(trace_study, "trace-study", typed)
+
+
+if __name__ == "__main__":
+    main()

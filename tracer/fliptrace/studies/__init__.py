@@ -1,0 +1,54 @@
+"""Studies: how often a stack flips, how much it matters, and a one-minute check; each resumable and with its bounds.
+
+A study is a list of items with ids; a row is appended when an item is done. Names are loaded on first use, so that
+importing this package loads neither scipy, pyarrow, plotly nor ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fliptrace.studies.engines import ModelSettings
+    from fliptrace.studies.items import Item
+    from fliptrace.studies.repeat import RepeatStudy
+    from fliptrace.studies.running import StudyResult, run_study
+    from fliptrace.studies.study import Report, Study, Worker
+    from fliptrace.studies.tasks import Selection
+
+_HOMES = {
+    "Item": "items",
+    "ModelSettings": "engines",
+    "RepeatStudy": "repeat",
+    "Report": "study",
+    "Selection": "tasks",
+    "Study": "study",
+    "StudyResult": "running",
+    "Worker": "study",
+    "run_study": "running",
+}
+
+__all__ = [
+    "Item",
+    "ModelSettings",
+    "RepeatStudy",
+    "Report",
+    "Selection",
+    "Study",
+    "StudyResult",
+    "Worker",
+    "run_study",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,241 @@
+"""trace-study repeat: N greedy generations per prompt under each reduction, repetition 0 against the rest.
+
+Protocol: the paper, sections 5.1 and 6.3 (table 1). One item is one generation. Logits of selected tokens are compared
+at positions of the matching prefix only, the first divergent one excluded. On a CPU, where arrival orders of atomics
+are simulated, each repetition takes a schedule seed of its own; the rows say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fliptrace.errors import InputError
+from fliptrace.studies.engines import (
+    SEEDS_PER_PROMPT,
+    ModelSettings,
+    describe_engine,
+    encode,
+    generate_once,
+    identity_of,
+    ids_sha256,
+    is_repeatable,
+    reduction_of,
+)
+from fliptrace.studies.items import Item, Row
+from fliptrace.studies.study import Report
+from fliptrace.studies.tasks import Scorer, Selection, load_scorer, read_questions, score
+
+PAPER_REDUCTIONS = ("atomic:8", "unsplit", "deterministic:8")
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatStudy:
+    """Settings of a repeat study.
+
+    Attributes:
+        model: what runs.
+        task: ``bundled``, ``gsm8k:PATH`` or ``jsonl:PATH``.
+        selection: which prompts.
+        reductions: names, short or long.
+        repetitions: generations per prompt and reduction, at least 2; raise it later to add to what there is.
+        max_new_tokens: per generation.
+        seed: where schedule seeds begin, on a CPU.
+        scorer: ``module:function``, None for the comparison of final answers.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    task: str = "bundled"
+    selection: Selection = field(default_factory=lambda: Selection(count=20))
+    reductions: tuple[str, ...] = PAPER_REDUCTIONS
+    repetitions: int = 10
+    max_new_tokens: int = 256
+    seed: int = 0
+    scorer: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The subcommand."""
+        return "repeat"
+
+    def identity(self) -> dict[str, Any]:
+        """Return what every row depends on; prompts, reductions and repetitions may be added later."""
+        return {
+            "study": self.name,
+            **self.model.identity(),
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "scorer": self.scorer,
+        }
+
+    def items(self) -> list[Item]:
+        """Return one item per prompt, reduction and repetition; a prompt's items lie together.
+
+        Raises:
+            InputError: a setting that means nothing.
+        """
+        if not 2 <= self.repetitions <= SEEDS_PER_PROMPT:
+            raise InputError(
+                f"repetitions must be 2 to {SEEDS_PER_PROMPT}: the first is what the others are compared with; got "
+                f"{self.repetitions}"
+            )
+        if self.max_new_tokens < 1:
+            raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
+        if self.seed < 0:
+            raise InputError(f"the seed must be 0 or more; got {self.seed}")
+        load_scorer(self.scorer)
+        names = [identity_of(name) for name in self.reductions]
+        return [
+            Item(
+                f"{question.source} | {reduction} | repetition {repetition}",
+                {
+                    "question": question.arguments(),
+                    "reduction": reduction,
+                    "repetition": repetition,
+                },
+            )
+            for question in read_questions(self.task, self.selection)
+            for reduction in names
+            for repetition in range(self.repetitions)
+        ]
+
+    def open(self) -> RepeatWorker:
+        """Load the model."""
+        return RepeatWorker(self)
+
+    def report(self, rows: Sequence[Row]) -> Report:
+        """Compare repetition 0 with the others."""
+        from fliptrace.studies.repeat_report import repeat_report
+
+        return repeat_report(self, rows)
+
+
+class RepeatWorker:
+    """Generates."""
+
+    def __init__(self, study: RepeatStudy) -> None:
+        """Load model and scorer."""
+        self._study = study
+        self._engine = study.model.load()
+        self._scorer: Scorer | None = load_scorer(study.scorer)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the engine says about itself, and the kernels that ran."""
+        return describe_engine(self._engine, self._study.reductions)
+
+    def run(self, item: Item) -> dict[str, Any]:
+        """Generate once and score the text."""
+        question, study = item.arguments["question"], self._study
+        repetition: int = item.arguments["repetition"]
+        prompt = encode(
+            self._engine,
+            question["text"],
+            question["source"],
+            chat_template=study.model.chat_template,
+        )
+        reduction = item.arguments["reduction"]
+        seed = study.seed + SEEDS_PER_PROMPT * question["number"] + repetition
+        made = generate_once(
+            self._engine,
+            prompt,
+            reduction=reduction,
+            seed=seed,
+            max_new_tokens=study.max_new_tokens,
+        )
+        answer, correct = score(made.text, question["gold"], question["row"], self._scorer)
+        simulated = self._engine.simulates_atomics and not is_repeatable(reduction)
+        return {
+            **reduction_of(self._engine),
+            "seed": seed if simulated else None,
+            "prompt": question["source"],
+            "number": question["number"],
+            "repetition": repetition,
+            "prompt_ids_sha256": ids_sha256(prompt.ids),
+            "prompt_tokens": len(prompt.ids),
+            "token_ids": list(made.token_ids),
+            "selected_logits": list(made.selected_logits),
+            "margins": list(made.margins),
+            "ties": made.ties,
+            "stop_reason": made.stop_reason,
+            "text": made.text,
+            "gold": question["gold"],
+            "answer": answer,
+            "correct": correct,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatComparison:
+    """A repetition against repetition 0 of the same prompt and reduction.
+
+    Attributes:
+        reduction: its identity.
+        prompt: the prompt's name.
+        repetition: from 1.
+        changed: the token sequences differ.
+        first_divergence: step (0-based) of the first token that differs, None without one.
+        positions: of the matching prefix.
+        logits_differing: positions whose selected token's logit has another bit.
+        logits_sum: sum of |difference| over these positions; logits_largest: the largest.
+        answer_changed: the answers differ; None where a task gives none.
+        before: whether repetition 0 is right; after: whether this one is. None where it cannot be told.
+    """
+
+    reduction: str
+    prompt: str
+    repetition: int
+    changed: bool
+    first_divergence: int | None
+    positions: int
+    logits_differing: int
+    logits_sum: float
+    logits_largest: float
+    answer_changed: bool | None
+    before: bool | None
+    after: bool | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def compare_rows(first: Mapping[str, Any], other: Mapping[str, Any]) -> RepeatComparison:
+    """Compare two rows of one prompt and reduction."""
+    before, after = first["token_ids"], other["token_ids"]
+    divergence = first_divergence(before, after)
+    positions = len(before) if divergence is None else divergence
+    pairs = zip(first["selected_logits"][:positions], other["selected_logits"], strict=False)
+    differences = [abs(one - two) for one, two in pairs if one != two]
+    with_answer = first["answer"] is not None or other["answer"] is not None
+    return RepeatComparison(
+        reduction=first["reduction"],
+        prompt=first["prompt"],
+        repetition=other["repetition"],
+        changed=divergence is not None,
+        first_divergence=divergence,
+        positions=positions,
+        logits_differing=len(differences),
+        logits_sum=sum(differences),
+        logits_largest=max(differences, default=0.0),
+        answer_changed=first["answer"] != other["answer"] if with_answer else None,
+        before=first["correct"],
+        after=other["correct"],
+    )
+
+
+def comparisons_of(rows: Sequence[Row]) -> Iterator[RepeatComparison]:
+    """Yield the comparisons that the rows allow: where repetition 0 has run."""
+    first = {(row["reduction"], row["prompt"]): row for row in rows if row["repetition"] == 0}
+    for row in rows:
+        reference = first.get((row["reduction"], row["prompt"]))
+        if row["repetition"] and reference is not None:
+            yield compare_rows(reference, row)
+
+
+def first_divergence(before: Sequence[int], after: Sequence[int]) -> int | None:
+    """Return the first step at which two sequences differ, the end of one included; None if they are equal."""
+    for step, (one, two) in enumerate(zip(before, after, strict=False)):
+        if one != two:
+            return step
+    return None if len(before) == len(after) else min(len(before), len(after))

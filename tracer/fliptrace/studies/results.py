@@ -1,0 +1,122 @@
+"""What a study leaves for readers: a Markdown page, a figure, a summary for machines, and Parquet with a schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fliptrace.errors import StorageError
+from fliptrace.studies.journal import replace_file
+from fliptrace.studies.study import Table
+
+if TYPE_CHECKING:
+    from fliptrace.studies.running import StudyResult
+
+PAGE_NAME, FIGURE_NAME, SUMMARY_NAME = "table.md", "figure.html", "summary.json"
+
+
+def write_results(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) -> None:
+    """Write table.md, summary.json, figure.html and one Parquet file per table.
+
+    Raises:
+        StorageError: something cannot be written.
+    """
+    folder = result.folder
+    replace_file(folder / PAGE_NAME, "\n".join(page_lines(result, sittings)) + "\n")
+    replace_file(folder / SUMMARY_NAME, json.dumps(result.to_json(), indent=1) + "\n")
+    for table in result.report.tables:
+        write_parquet(folder / f"{table.name}.parquet", table)
+    if result.report.figure is not None:
+        from fliptrace.studies.figures import page_of
+
+        replace_file(folder / FIGURE_NAME, page_of(result.report.figure, result.report.title))
+
+
+def page_lines(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the Markdown page: the study's own lines, how far it is, and where it ran."""
+    unfinished = (
+        ""
+        if result.complete
+        else " **Not finished:** run the same command again to go on; figures below are of these rows."
+    )
+    return [
+        f"# {result.report.title}",
+        "",
+        f"{result.done:,} of {result.total:,} items have run.{unfinished}",
+        "",
+        *result.report.lines,
+        "",
+        "## Where it ran",
+        "",
+        *_where(sittings),
+    ]
+
+
+def _where(sittings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per distinct environment: what it was and in which sittings."""
+    places: dict[str, list[str]] = {}
+    for entry in sittings:
+        description = entry["description"]
+        environment = description.get("environment", {})
+        gpu = environment.get("gpu", {}).get("name")
+        versions = environment.get("versions", {})
+        kernels = description.get("kernels", {})
+        words = [
+            (
+                f"{description.get('model', {}).get('name')} + {description.get('adapter', {}).get('name')} "
+                f"(adapter {str(description.get('adapter', {}).get('sha256'))[:12]})"
+            ),
+            f"engine {description.get('engine', {}).get('name')}",
+            gpu or environment.get("processor") or "unknown processor",
+            f"torch {versions.get('torch')}",
+            "kernels read in the worker: "
+            + ("; ".join(f"{name}: {said}" for name, said in kernels.items()) or "none"),
+        ]
+        places.setdefault(", ".join(words), []).append(f"{entry['sitting']} ({entry['worker']})")
+    return [f"- {place}. Sittings: {', '.join(ran)}." for place, ran in places.items()]
+
+
+def write_parquet(path: Path, table: Table) -> None:
+    """Write a table; each column's meaning is in the schema's metadata.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    types = {
+        "string": pa.string(),
+        "int": pa.int64(),
+        "float": pa.float64(),
+        "bool": pa.bool_(),
+        "ints": pa.list_(pa.int64()),
+        "floats": pa.list_(pa.float64()),
+    }
+    schema = pa.schema(
+        [
+            pa.field(column.name, types[column.type], metadata={"meaning": column.meaning})
+            for column in table.columns
+        ]
+    )
+    rows = [{column.name: row.get(column.name) for column in table.columns} for row in table.rows]
+    scratch = path.with_name(f".{path.name}.new")
+    try:
+        parquet.write_table(pa.Table.from_pylist(rows, schema=schema), scratch)
+        scratch.replace(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path} could not be written ({error}); make room, then run again"
+        ) from error
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; what would break a cell is escaped."""
+    from fliptrace.views.escaping import visible
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(visible(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(header), "|" + "---|" * len(header), *map(line, rows)]

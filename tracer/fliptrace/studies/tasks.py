@@ -1,0 +1,204 @@
+"""Tasks: where prompts come from, which of them are asked, and how an output is scored.
+
+``gsm8k:PATH`` reads JSON lines with ``question`` and ``answer`` and prepares them as the paper does; ``jsonl:PATH``
+any JSON lines with ``prompt`` and, if they are to be scored, ``answer``; ``bundled`` the problems that ship with the
+package. A scorer ``module:function`` takes the place of the answer's comparison.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fliptrace.errors import InputError
+from fliptrace.pair.bundled import bundled_model
+from fliptrace.pair.prompts import GSM8K_INSTRUCTION, parse_selection, require_text
+from fliptrace.studies.answers import final_answer, number_of, prepared_solution
+
+#: Called with the generated text and the data set's row; returns whether it is right (None: cannot be told), or an
+#: answer and that.
+Scorer = Callable[[str, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt of a task.
+
+    Attributes:
+        source: its name, such as ``gsm8k row 12``.
+        number: its row, 0-based.
+        text: what the user asks, instruction included.
+        gold: the right answer as number_of gives it, None where it is not known.
+        row: the data set's row, for scorers.
+    """
+
+    source: str
+    number: int
+    text: str
+    gold: str | None
+    row: Mapping[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return JSON values for an item."""
+        return {
+            "source": self.source,
+            "number": self.number,
+            "text": self.text,
+            "gold": self.gold,
+            "row": dict(self.row),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rows of a task.
+
+    Attributes:
+        rows: words such as ``0-9 12``; empty to draw.
+        count: how many to draw, or take from the front of ``rows``; None for all that ``rows`` name.
+        seed: of the draw.
+    """
+
+    rows: tuple[str, ...] = ()
+    count: int | None = None
+    seed: int = 0
+
+    def of(self, total: int) -> list[int]:
+        """Return row numbers.
+
+        Raises:
+            InputError: there are not so many rows.
+        """
+        if self.count is not None and self.count < 1:
+            raise InputError(f"the number of prompts must be at least 1; got {self.count}")
+        if self.rows:
+            rows = parse_selection(self.rows)
+            if len(set(rows)) != len(rows):
+                raise InputError(f"a row was selected twice: {' '.join(self.rows)}")
+            if rows and max(rows) >= total:
+                raise InputError(
+                    f"the data set has {total} rows, from 0; row {max(rows)} was selected"
+                )
+            return rows[: self.count]
+        count = total if self.count is None else self.count
+        if count > total:
+            raise InputError(f"the data set has {total} rows; {count} prompts were asked for")
+        # The first n of a seeded shuffle: a larger count later adds to what was drawn before.
+        order = list(range(total))
+        random.Random(self.seed).shuffle(order)
+        return order[:count]
+
+
+def read_questions(task: str, selection: Selection) -> list[Question]:
+    """Read the chosen prompts of a task.
+
+    Args:
+        task: ``bundled``, ``gsm8k:PATH`` or ``jsonl:PATH``.
+        selection: which rows.
+
+    Raises:
+        InputError: unknown task, unreadable file, no such row, a row without its fields.
+    """
+    if task == "bundled":
+        prompts = bundled_model().prompts
+        return [
+            Question(
+                f"bundled prompt {row}",
+                row,
+                prompts[row].text,
+                str(prompts[row].answer),
+                {"prompt": prompts[row].text, "answer": prompts[row].answer},
+            )
+            for row in selection.of(len(prompts))
+        ]
+    kind, separator, name = task.partition(":")
+    if not separator or kind not in _READERS or not name:
+        raise InputError(f"a task is bundled, gsm8k:PATH or jsonl:PATH; got {task!r}")
+    path = Path(name).expanduser()
+    try:
+        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"data set {path} cannot be read ({error})") from error
+    questions = []
+    for number in selection.of(len(lines)):
+        try:
+            row = json.loads(lines[number])
+            text, gold = _READERS[kind](row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}, row {number} is no {kind} row: {error!r}") from error
+        source = f"{kind} row {number}"
+        require_text(text, source)
+        questions.append(Question(source, number, text, gold, row))
+    return questions
+
+
+def _gsm8k(row: Mapping[str, Any]) -> tuple[str, str | None]:
+    return f"{row['question']}\n\n{GSM8K_INSTRUCTION}", final_answer(
+        prepared_solution(row["answer"])
+    )
+
+
+def _jsonl(row: Mapping[str, Any]) -> tuple[str, str | None]:
+    answer = row.get("answer")
+    return str(row["prompt"]), None if answer is None else number_of(str(answer))
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str | None]]] = {
+    "gsm8k": _gsm8k,
+    "jsonl": _jsonl,
+}
+
+
+def load_scorer(name: str | None) -> Scorer | None:
+    """Import a scorer ``module:function``; the working directory is searched, too.
+
+    Raises:
+        InputError: it cannot be imported, or is no function.
+    """
+    if name is None:
+        return None
+    module_name, separator, function_name = name.partition(":")
+    if not separator or not module_name or not function_name:
+        raise InputError(f"a scorer is given as module:function; got {name!r}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise InputError(f"scorer {name!r} cannot be imported ({error})") from error
+    if not callable(found):
+        raise InputError(f"scorer {name!r} must be a function; it is a {type(found).__name__}")
+    scorer: Scorer = found
+    return scorer
+
+
+def score(
+    text: str, gold: str | None, row: Mapping[str, Any], scorer: Scorer | None
+) -> tuple[str | None, bool | None]:
+    """Return the answer that a text gives, and whether it is right; None where that cannot be told.
+
+    Raises:
+        InputError: a scorer raised, or returned neither a truth value nor an answer and one.
+    """
+    if scorer is None:
+        answer = final_answer(text)
+        return answer, None if gold is None else answer == gold
+    try:
+        given = scorer(text, row)
+    except Exception as error:
+        raise InputError(
+            f"the scorer raised {type(error).__name__}: {error}; it must score any text"
+        ) from error
+    answer, right = given if isinstance(given, Sequence) and len(given) == 2 else (None, given)
+    if right is not None and not isinstance(right, bool):
+        raise InputError(
+            f"a scorer returns True, False, None, or an answer and one of these; got {given!r}"
+        )
+    return None if answer is None else str(answer), right

@@ -29,6 +29,8 @@ from fliptrace.views import (
     verdict_html,
 )
 from fliptrace.views.interventions import proved_claims, token_margin
+from fliptrace.views.interventions_cache import cache_pictures
+from fliptrace.views.interventions_checks import checks
 from fliptrace.views.interventions_figures import difference_of, margin_bars
 from fliptrace.views.interventions_page import continuation_texts
 from fliptrace.views.interventions_words import gist
@@ -67,19 +69,21 @@ class Skeleton(html.parser.HTMLParser):
 
 
 def test_the_section_answers_in_order(pairs, made):
-    """Verdict and caveat, the cause, every arm, replay, past or present, layers, answers, roots, gaps, command."""
+    """Verdict and caveat, how it was reached, the cause, past or present, layers, every arm, replay, answers, roots."""
     text = page(pairs.make(), made.report())
     marks = [
         'href="#interventions"',
         'id="interventions"',
         'class="verdict cause sufficient"',
         CAVEAT[:40],
+        "How this verdict was reached",
         'id="cause-boundary"',
         'id="cause-margins"',
-        "<h3>What was found</h3>",
-        "Arms of every proof",
-        "Could the recordings be replayed?",
         "Past or present?",
+        "Which part of the cache?",
+        "<h3>What was found</h3>",
+        "<h3>Arms of every proof",
+        "Could the recordings be replayed?",
         "How the answers go on",
         "Every root that was tried",
         "All root rows together",
@@ -363,3 +367,101 @@ def test_an_identical_pair_may_hold_a_claim(pairs, made):
     """With another judged step a pair without a flip can be tested; its page has the section."""
     report = InterventionReport(None, (made.ClaimResult(made.verdict(Judgement.NOT_SUFFICIENT)),))
     assert 'id="interventions"' in page(pairs.make(Outcome.LATENT), report)
+
+
+def test_the_questions_that_decide_are_answered_per_direction(made):
+    """The headline's claim; every check a yes, the shams a number to weigh."""
+    found = checks(made.report())
+    assert found.directions == ("reference ← candidate", "candidate ← reference")
+    assert found.claim.startswith("shrink of layer 2 mlp.up_proj")
+    answers = {question: row[0] for question, row in found.rows}
+    marks = [answer.mark for answer in answers.values()]
+    assert marks == ["yes"] * 7 + ["note", "note"]
+    assert answers["Would a push elsewhere have done as well?"].text == (
+        "3 of 20 other coordinates flip it too"
+    )
+    assert answers["Verdict"].text == "✓ sufficient"
+    text = answers["With the donor's value, does it give the donor's token?"].text
+    assert text == "“.” (id 311), a tie of 2"
+
+
+@pytest.mark.parametrize(
+    ("question", "change"),
+    [
+        ("Without the edit", lambda m: {"unedited": m.arm("unedited", m.CANDIDATE_TOKEN)}),
+        ("With the donor's value", lambda m: {"edited": m.arm("edited", m.REFERENCE_TOKEN)}),
+        (
+            "Did the value arrive",
+            lambda m: {
+                "edited": m.arm("edited", m.CANDIDATE_TOKEN, receipts=(m.receipt(landed=False),))
+            },
+        ),
+        (
+            "Did every repeat",
+            lambda m: {"edited": m.arm("edited", m.CANDIDATE_TOKEN, repeatable=False)},
+        ),
+        (
+            "Do the controls",
+            lambda m: {"controls": (judgements.Control("latent sham", False, "It flips."),)},
+        ),
+        ("Does it hold without", lambda m: {"free": m.arm("free", m.REFERENCE_TOKEN)}),
+    ],
+)
+def test_each_question_can_be_answered_no(made, question, change):
+    """One thing wrong: its row says no, with the sign, and no other row does."""
+    direction = made.direction(**change(made))
+    report = InterventionReport(None, (made.ClaimResult(made.verdict(directions=(direction,))),))
+    rows = checks(report).rows
+    assert [name for name, row in rows if row[0].mark == "no"] == [
+        name for name, _ in rows if name.startswith(question)
+    ]
+    assert next(row[0].sign for name, row in rows if name.startswith(question)) == "✗"
+
+
+def test_what_was_not_run_is_open_and_nothing_proved_has_no_questions(pairs, made):
+    """A dash for what was not run; a claim without directions has no table at all."""
+    bare = made.direction(
+        unedited=None,
+        edited=None,
+        free=None,
+        controls=(),
+        specificity=None,
+        recipient="reference",
+        judgement=Judgement.NOT_APPLICABLE,
+    )
+    report = InterventionReport(None, (made.ClaimResult(made.verdict(directions=(bare,))),))
+    assert {row[0].mark for name, row in checks(report).rows if name != "Verdict"} == {"open"}
+    nothing = InterventionReport(None, (made.ClaimResult(made.verdict(directions=())),))
+    assert checks(nothing) is None
+    assert "How this verdict was reached" not in page(pairs.make(), nothing)
+    unequal = judgements.Reconstruction("reference", 4, False, "step 3, layer 2", False)
+    found = made.investigation(reconstruction=(unequal,))
+    first = checks(InterventionReport(found)).rows[0][1]
+    assert [(answer.mark, answer.text) for answer in first] == [
+        ("no", "differs: step 3, layer 2"),
+        ("open", "not run"),
+    ]
+
+
+def test_the_cache_is_a_picture_per_direction(pairs, made):
+    """A cell per layer, keys and values apart: enough alone, needed, neither, not run."""
+    part = judgements.CachePartNeed
+    found = made.investigation(
+        cache_parts=(
+            part("keys", (0, 1, 2, 3), "reference", True, False, 510),
+            part("values", (3,), "reference", False, True, 80),
+        )
+    )
+    (picture,) = cache_pictures(found)
+    assert picture.columns == ("all", "0", "1", "2", "3")
+    signs = {what: [cell.signs for cell in cells] for what, cells in picture.rows}
+    assert signs == {
+        "keys and values": ["✓", "·", "·", "·", "✓◆"],
+        "keys": ["✓", "", "", "", ""],
+        "values": ["", "", "", "", "◆"],
+    }
+    text = page(pairs.make(), InterventionReport(found))
+    assert 'title="values of layer 3: enough alone: no; needed: yes">◆<' in text
+    void = made.investigation(cache_substitution=made.verdict(Judgement.VOID), cache_parts=())
+    assert cache_pictures(void)[0].rows[0][1][0].signs == ""
+    assert cache_pictures(made.investigation(layers=(), cache_parts=())) == ()

@@ -156,6 +156,13 @@ def margin_words(arm: Arm) -> str:
     return f"tie of {arm.tied}" if arm.decided_by_tie_break else brief(arm.margin)
 
 
+def margin_phrase(arm: Arm) -> str:
+    """The same within a sentence: ``margin 0.03125``, ``a tie of 3``."""
+    if arm.token_id is None:
+        return "no margin"
+    return f"a {margin_words(arm)}" if arm.decided_by_tie_break else f"margin {margin_words(arm)}"
+
+
 def receipt_words(arm: Arm) -> str:
     """How many edited places were proved to have reached their consumer."""
     if not arm.receipts:

@@ -16,19 +16,21 @@ from fliptrace.views.interventions import (
     coordinate_rows,
     direction_name,
     judged,
-    margin_words,
+    margin_phrase,
     proved_claims,
     root_rows,
     token_name,
     two_by_two_cells,
 )
+from fliptrace.views.interventions_cache import cache_pictures
+from fliptrace.views.interventions_checks import checks
 from fliptrace.views.interventions_figures import (
     difference_of,
     margin_bars,
     margins_figure,
 )
 from fliptrace.views.texts import common_length
-from fliptrace.views.wording import brief, exact, listed, plain
+from fliptrace.views.wording import brief, capitalised, exact, listed, plain
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -47,7 +49,7 @@ TABLE_ROWS = 200
 #: Receipts of one claim that are listed one by one.
 _RECEIPT_ROWS = 24
 #: Sentences of an investigation before the rest is folded away.
-_SENTENCES_TOLD = 8
+_SENTENCES_TOLD = 4
 
 
 def section(report: InterventionReport, dtype: str) -> dict[str, Any]:
@@ -64,6 +66,7 @@ def section(report: InterventionReport, dtype: str) -> dict[str, Any]:
         "judgement": judged(report.judgement),
         "caveat": CAVEAT,
         "command": visible(report.command, keep_newlines=True) if report.command else None,
+        "checks": checks(report),
         "claims": [_claim(entry) for entry in proved_claims(report)],
         "found": _investigation(found, dtype) if found is not None else None,
         "gaps": words.gaps(report),
@@ -111,6 +114,10 @@ def _investigation(found: Investigation, dtype: str) -> dict[str, Any]:
         "cause": _cause_rows(found, dtype),
         "sets": [_set(smallest) for smallest in found.minimal_sets],
         "square": _square(found.two_by_two, found) if found.two_by_two is not None else None,
+        "cache_pictures": cache_pictures(found),
+        "cache_step": capitalised(stopped(found.first_cache_step.sentence))
+        if found.first_cache_step
+        else "",
         "layers": [_layer(layer) for layer in found.layers],
         "cache_parts": [_part(part) for part in found.cache_parts],
         "texts": continuation_texts(found.continuations),
@@ -264,6 +271,7 @@ def _together(screening: Screening) -> dict[str, Any]:
 def _square(square: TwoByTwo, found: Investigation) -> dict[str, Any]:
     tokens = {found.reference_token[0]: "reference", found.candidate_token[0]: "candidate"}
     return {
+        "sentence": capitalised(stopped(square.sentence)),
         "rows": [
             {
                 "cache": cache,
@@ -274,7 +282,7 @@ def _square(square: TwoByTwo, found: Investigation) -> dict[str, Any]:
                         if arm.token_id is None
                         else tokens.get(arm.token_id, "another"),
                         "token": token_name(arm.token_id, arm.token_text),
-                        "margin": margin_words(arm),
+                        "margin": margin_phrase(arm),
                     }
                     for shrinks, arm in cells
                 ],

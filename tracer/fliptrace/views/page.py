@@ -85,6 +85,7 @@ def render_report(
     dtype = wording.model_dtype(reference)
     tokens = TokenNames(reference)
     css = templating.asset("report.css") + templating.asset("propagation.css")
+    css += templating.asset("interventions.css")
     script = templating.asset("report.js") + templating.asset("propagation.js")
     plotly_script = _plotly()
     cells = {name: pool(grid) for name, grid in diff.grids.items() if grid.classes.numel()}

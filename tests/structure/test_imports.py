@@ -18,6 +18,7 @@ SOURCE_ROOTS = [ROOT / "tracer", ROOT / "interventions", ROOT / "kernels"]
 HOMES = {
     "cuda": {"fliptrace_kernels.local"},
     "jinja2": {"fliptrace.views"},
+    "matplotlib": {"fliptrace.views.static"},
     "networkx": {"fliptrace.analysis"},
     "peft": {"fliptrace.capture"},
     "plotly": {"fliptrace.studies.figures", "fliptrace.views"},
@@ -34,6 +35,7 @@ HOMES = {
     "triton": {"fliptrace_kernels"},
     "typer": {"fliptrace.command_line", "fliptrace.views", "fliptrace_interventions.command_line"},
     "vllm": {
+        "fliptrace.capture.vllm_engine",
         "fliptrace_interventions.reproduce",
         "fliptrace_kernels.bench.vllm_kernel",
         "fliptrace_kernels.vllm_plugin",
@@ -44,6 +46,7 @@ KERNELS_MAY_IMPORT = {"cuda", "fliptrace_kernels", "torch", "triton"}
 NOT_AT_IMPORT = (
     "transformers",
     "peft",
+    "matplotlib",
     "plotly",
     "networkx",
     "pyarrow",

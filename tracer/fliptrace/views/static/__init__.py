@@ -1,0 +1,57 @@
+"""Static pictures for papers and tickets: svg, pdf and png, drawn by matplotlib without a browser or a display.
+
+The counterparts of the paper's figures 3 to 6. matplotlib is imported here only, and only when a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fliptrace.views.static.boundary import boundary_picture
+    from fliptrace.views.static.canvas import COLUMN, FORMATS, PAGE, parse_formats, write_picture
+    from fliptrace.views.static.files import write_figures
+    from fliptrace.views.static.heatmap import heatmap_picture
+    from fliptrace.views.static.latency import latency_picture, latency_ratios
+    from fliptrace.views.static.replay import replay_picture
+
+_HOMES = {
+    "COLUMN": "canvas",
+    "FORMATS": "canvas",
+    "PAGE": "canvas",
+    "boundary_picture": "boundary",
+    "heatmap_picture": "heatmap",
+    "latency_picture": "latency",
+    "latency_ratios": "latency",
+    "parse_formats": "canvas",
+    "replay_picture": "replay",
+    "write_figures": "files",
+    "write_picture": "canvas",
+}
+
+__all__ = [
+    "COLUMN",
+    "FORMATS",
+    "PAGE",
+    "boundary_picture",
+    "heatmap_picture",
+    "latency_picture",
+    "latency_ratios",
+    "parse_formats",
+    "replay_picture",
+    "write_figures",
+    "write_picture",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

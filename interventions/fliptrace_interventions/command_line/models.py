@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fliptrace.capture.transformers_engine.loading import sha256_of
+from fliptrace.capture.sources import sha256_of
 from fliptrace.errors import InputError
 from fliptrace.manifest import Manifest
 from fliptrace.pair import bundled_model

@@ -36,8 +36,8 @@ from fliptrace_interventions.command_line.options import (
 )
 
 if TYPE_CHECKING:
-    from fliptrace.capture.transformers_engine import TransformersEngine
     from fliptrace.pair import Pair
+    from fliptrace.pair.engines import LoadedEngine
     from fliptrace.views import InterventionReport
     from fliptrace_interventions.command_line.running import Task
     from fliptrace_interventions.edits import Edit
@@ -310,7 +310,7 @@ class _Model:
     device: str
     dtype: str
 
-    def load(self, pair: Pair, source: Path) -> TransformersEngine:
+    def load(self, pair: Pair, source: Path) -> LoadedEngine:
         """Load it.
 
         Raises:
@@ -332,14 +332,14 @@ class _Model:
         return load_engine(
             self.model or find_model(manifest, source),
             self.adapter or find_adapter(manifest, source),
-            engine=self.engine,
+            engine=str(manifest.get("engine.name")) if self.engine == "auto" else self.engine,
             device=device,
             dtype=str(manifest.get("model.dtype")) if self.dtype == "auto" else self.dtype,
             attention=str(manifest.get("model.attention") or "sdpa"),
         )
 
 
-def _workbench(pair: Pair, engine: TransformersEngine, **settings: Any) -> Workbench:
+def _workbench(pair: Pair, engine: LoadedEngine, **settings: Any) -> Workbench:
     from fliptrace_interventions.workbench import Workbench
 
     return Workbench(pair, engine, **settings)

@@ -41,6 +41,7 @@ class EngineName(StrEnum):
 
     AUTO = "auto"
     TRANSFORMERS = "transformers"
+    VLLM = "vllm"
 
 
 class DtypeName(StrEnum):

@@ -14,13 +14,13 @@ from fliptrace.errors import FliptraceError, StorageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fliptrace.capture.transformers_engine import TransformersEngine
     from fliptrace.pair import Pair, PairSettings, Prompt
+    from fliptrace.pair.engines import LoadedEngine
     from fliptrace.views.index import IndexRow
 
 
 def trace_one(
-    engine: TransformersEngine,
+    engine: LoadedEngine,
     prompt: Prompt,
     settings: PairSettings,
     output: Output,
@@ -33,7 +33,7 @@ def trace_one(
 
 def _trace_into(
     folder: Path,
-    engine: TransformersEngine,
+    engine: LoadedEngine,
     prompt: Prompt,
     settings: PairSettings,
     output: Output,
@@ -52,7 +52,7 @@ def _trace_into(
 
 
 def trace_several(
-    engine: TransformersEngine,
+    engine: LoadedEngine,
     prompts: list[Prompt],
     settings: PairSettings,
     output: Output,

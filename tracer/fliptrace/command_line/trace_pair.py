@@ -32,8 +32,8 @@ from fliptrace.command_line.runs import trace_one, trace_several
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
-    from fliptrace.capture.transformers_engine import TransformersEngine
     from fliptrace.pair import Pair, Prompt
+    from fliptrace.pair.engines import LoadedEngine
 
 
 def trace_pair(
@@ -316,7 +316,7 @@ def _texts(
 
 
 def _encode(
-    engine: TransformersEngine,
+    engine: LoadedEngine,
     texts: list[tuple[str, str]],
     *,
     chat_template: bool,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
     from fliptrace.capture.transformers_engine import TransformersEngine
+    from fliptrace.capture.vllm_engine import VllmEngine
 
-ENGINES = ("auto", "transformers")
+    LoadedEngine = TransformersEngine | VllmEngine
+
+ENGINES = ("auto", "transformers", "vllm")
+#: What says nothing to vLLM, and what its CPU build has no choice about.
+_NO_BACKEND = ("sdpa", "CPU_ATTN")
 
 
 def load_engine(
@@ -20,16 +26,19 @@ def load_engine(
     device: str = "auto",
     dtype: str = "auto",
     attention: str = "sdpa",
-) -> TransformersEngine:
+    vllm_arguments: Mapping[str, Any] | None = None,
+) -> LoadedEngine:
     """Load a model with a LoRA adapter on an engine.
 
     Args:
         model: a folder in Hugging Face format, a ``.gguf`` file or a hub name.
         adapter: a folder with a PEFT LoRA adapter in safetensors, or a hub name.
-        engine: ``auto`` or ``transformers``. ``auto`` takes the only engine that this version has.
+        engine: ``auto``, ``transformers`` or ``vllm``. ``auto`` takes transformers, which runs everywhere.
         device: ``auto`` (CUDA when there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``.
-        attention: ``sdpa`` or ``eager``.
+        attention: ``sdpa`` or ``eager``; with vllm the name of its backend, such as ``TRITON_ATTN``, where ``sdpa``
+            leaves the choice to vLLM.
+        vllm_arguments: with vllm only: further arguments of ``vllm.LLM``.
 
     Raises:
         InputError: something cannot be found or read, or an option is none of the above.
@@ -37,6 +46,12 @@ def load_engine(
     """
     if engine not in ENGINES:
         raise InputError(f"engine must be one of {', '.join(ENGINES)}; got {engine!r}")
+    if engine == "vllm":
+        return _load_vllm(model, adapter, device, dtype, attention, dict(vllm_arguments or {}))
+    if vllm_arguments:
+        raise InputError(
+            f"vllm_arguments go with engine='vllm'; got engine={engine!r} and {sorted(vllm_arguments)}"
+        )
     if attention not in ("sdpa", "eager"):
         raise InputError(f"attention must be sdpa or eager; got {attention!r}")
     from fliptrace.capture.transformers_engine import TransformersEngine, load_model
@@ -44,3 +59,18 @@ def load_engine(
     return TransformersEngine(
         load_model(model, adapter, device=device, dtype=dtype, attention=attention)
     )
+
+
+def _load_vllm(
+    model: str, adapter: str, device: str, dtype: str, attention: str, arguments: dict[str, Any]
+) -> VllmEngine:
+    from fliptrace.capture.vllm_engine import VllmEngine, load_llm
+
+    if attention == "eager":
+        raise InputError(
+            "attention eager is transformers'; with the vllm engine name one of its backends (such as TRITON_ATTN), or "
+            "leave it out"
+        )
+    if attention not in _NO_BACKEND:
+        arguments.setdefault("attention_backend", attention)
+    return VllmEngine(load_llm(model, adapter, device=device, dtype=dtype, arguments=arguments))

@@ -17,7 +17,7 @@ from fliptrace.trace import Closing
 
 if TYPE_CHECKING:
     from fliptrace.capture.recorder import RecorderOptions
-    from fliptrace.capture.transformers_engine import TransformersEngine
+    from fliptrace.pair.engines import LoadedEngine
 
 #: Called as progress(what, done, total) from time to time.
 Progress = Callable[[str, int, int], None]
@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 class Run:
     """What the executions of one pair share."""
 
-    engine: TransformersEngine
+    engine: LoadedEngine
     prompt: Prompt
     settings: PairSettings
     folder: Path
@@ -134,7 +134,7 @@ def manifest_of(run: Run, options: RecorderOptions, attempt: int) -> Manifest:
     return Manifest(described)
 
 
-def not_observed(engine: TransformersEngine, settings: PairSettings) -> tuple[str, ...]:
+def not_observed(engine: LoadedEngine, settings: PairSettings) -> tuple[str, ...]:
     """Say what a trace of this engine with these settings does not cover."""
     sentences = list(engine.not_observed())
     if settings.modules:
@@ -146,9 +146,13 @@ def not_observed(engine: TransformersEngine, settings: PairSettings) -> tuple[st
     return tuple(sentences)
 
 
-def end_ids_of(engine: TransformersEngine) -> set[int]:
+def end_ids_of(engine: LoadedEngine) -> set[int]:
     """Return the ids that end a generation: the generation configuration's, or the tokenizer's."""
-    configured = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
+    known = getattr(engine, "end_ids", None)
+    if known is not None:
+        return set(known)
+    model = getattr(engine, "model", None)
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if configured is None:
         configured = getattr(engine.loaded.tokenizer, "eos_token_id", None)
     if configured is None:
@@ -169,7 +173,7 @@ def recorder_options(run: Run) -> RecorderOptions:
     )
 
 
-def set_reduction(engine: TransformersEngine, reduction: str, seed: int) -> None:
+def set_reduction(engine: LoadedEngine, reduction: str, seed: int) -> None:
     """Choose the reduction; the seed counts only where atomics are simulated."""
     from fliptrace_kernels import parse_reduction
 

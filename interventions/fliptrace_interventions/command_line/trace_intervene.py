@@ -17,11 +17,12 @@ from fliptrace.command_line.options import (
     DebugOption,
     DtypeName,
     EngineName,
+    FiguresOption,
     JsonOption,
     QuietOption,
     VersionOption,
 )
-from fliptrace.command_line.output import show_document
+from fliptrace.command_line.output import figure_formats, show_document
 from fliptrace.command_line.running import InterruptedWithResultsError, progress_bar, run
 from fliptrace.errors import InputError
 from fliptrace_interventions.command_line.options import (
@@ -216,6 +217,7 @@ def trace_intervene(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    figures: FiguresOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,  # noqa: ARG001 (read by run)
@@ -235,6 +237,7 @@ def trace_intervene(
     from fliptrace_interventions.command_line import pairs
     from fliptrace_interventions.command_line.running import Task, run_task
 
+    formats = figure_formats(figures)
     source = _source(pair_dir, demo, out)
     claims = pairs.claims_from_files(edit or [])
     numbers = pairs.layer_numbers(layers)
@@ -283,7 +286,7 @@ def trace_intervene(
                 folder = source if out is None else out
                 journal = kept.enter_context(_journal(folder, task, no_resume))
                 found = run_task(workbench, task, journal, show)
-            return _report(pair, found, folder, as_json)
+            return _report(pair, found, folder, formats, as_json)
 
 
 def _source(pair_dir: Path | None, demo: bool, out: Path | None) -> Path:
@@ -383,14 +386,17 @@ def _journal(folder: Path, task: Task, no_resume: bool) -> Iterator[Journal]:
             ) from None
 
 
-def _report(pair: Pair, found: InterventionReport, folder: Path, as_json: bool) -> int:
+def _report(
+    pair: Pair, found: InterventionReport, folder: Path, formats: tuple[str, ...], as_json: bool
+) -> int:
     """Add what was found to the report, and show it."""
     from fliptrace.pair.pair import DOCUMENT_NAME
     from fliptrace_interventions.command_line.running import exit_code
-    from fliptrace_interventions.report import add_to_report
+    from fliptrace_interventions.report import add_to_report, write_pictures
 
     command = shlex.join(["trace-intervene", *sys.argv[1:]])
     page = add_to_report(folder, pair, found, command=command)
+    write_pictures(folder, pair, formats)
     if as_json:
         show_document(json.loads((folder / DOCUMENT_NAME).read_text("utf-8")))
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from fliptrace.command_line.output import Output, show_document, show_summary
+from fliptrace.command_line.output import Output, show_document, show_summary, write_pictures
 from fliptrace.command_line.running import exit_code, progress_bar
 from fliptrace.verdicts import LEVELS
 
@@ -44,6 +44,7 @@ def run_demo(settings: PairSettings, output: Output, fail_on: str) -> int:
         output.say(f"Found after {executions} executions.")
     with pair:
         page = pair.save(output.folder, command=output.command)
+        write_pictures(pair, output.folder, output.figures)
         if output.as_json:
             show_document(pair.to_json(output.command))
         else:

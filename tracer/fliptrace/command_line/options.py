@@ -73,6 +73,15 @@ JsonOption = Annotated[
         "--json", help="Print report.json instead of the summary.", rich_help_panel=OUTPUT
     ),
 ]
+FiguresOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Also write pictures for papers and tickets into the folder figures/: svg, pdf, png, separated by "
+        "commas.",
+        metavar="FORMATS",
+        rich_help_panel=OUTPUT,
+    ),
+]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=OUTPUT)
 ]

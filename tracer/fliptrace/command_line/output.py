@@ -23,17 +23,38 @@ class Output:
         command: the command as it was typed, for the report.
         as_json: print JSON on stdout and nothing else.
         quiet: no progress.
+        figures: formats of the pictures beside the report; none by default.
     """
 
     folder: Path
     command: str
     as_json: bool
     quiet: bool
+    figures: tuple[str, ...] = ()
 
     def say(self, sentence: str) -> None:
         """Tell a person something; nothing when stdout carries JSON."""
         if not self.as_json:
             print(sentence)  # noqa: T201 (talking is this method's purpose)
+
+
+def figure_formats(text: str | None) -> tuple[str, ...]:
+    """Read what --figures was given, before anything runs.
+
+    Raises:
+        InputError: it names another format.
+    """
+    from fliptrace.views.static import parse_formats
+
+    return () if text is None else parse_formats(text)
+
+
+def write_pictures(pair: Pair, folder: Path, formats: tuple[str, ...]) -> None:
+    """Write a pair's pictures beside its report; nothing when no format was asked for."""
+    if formats:
+        from fliptrace.views.static import write_figures
+
+        write_figures(folder / "figures", formats, pair.diff, pair.reference)
 
 
 def show_document(document: object) -> None:

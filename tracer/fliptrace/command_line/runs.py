@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fliptrace.command_line.output import Output, show_document
+from fliptrace.command_line.output import Output, show_document, write_pictures
 from fliptrace.command_line.running import TROUBLE, exit_code, fail, one_line, trouble_code
 from fliptrace.command_line.scratch import scratch_folder
 from fliptrace.errors import FliptraceError, StorageError
@@ -45,6 +45,7 @@ def _trace_into(
     pair = trace_pair(engine, prompt=prompt, settings=settings, directory=folder, progress=show)
     try:
         pair.write_report(folder, command=output.command)
+        write_pictures(pair, folder, output.figures)
     except BaseException:
         pair.close()
         raise

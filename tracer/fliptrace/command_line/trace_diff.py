@@ -14,12 +14,18 @@ from fliptrace.command_line.options import (
     OUTPUT,
     DebugOption,
     FailOn,
+    FiguresOption,
     JsonOption,
     QuietOption,
     RoundTo,
     VersionOption,
 )
-from fliptrace.command_line.output import show_document, show_summary
+from fliptrace.command_line.output import (
+    figure_formats,
+    show_document,
+    show_summary,
+    write_pictures,
+)
 from fliptrace.command_line.running import exit_code, progress_bar, run
 
 
@@ -51,6 +57,7 @@ def trace_diff(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    figures: FiguresOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,  # noqa: ARG001 (read by run)
@@ -62,12 +69,15 @@ def trace_diff(
 
     Exit codes: 0 no difference of the kind that --fail-on names, 1 there is one, 2 trouble (one line on stderr).
     """
-    from fliptrace.errors import TraceCorruptError
+    from fliptrace.errors import InputError, TraceCorruptError
     from fliptrace.pair.pair import Pair, require_new
     from fliptrace.store import open_trace, verify_trace
 
+    formats = figure_formats(figures)
     if out is not None:
         require_new(out)
+    elif formats:
+        raise InputError("--figures needs a folder to write into; name a new one with --out")
     if verify:
         for path in (reference, candidate):
             findings = verify_trace(path)
@@ -83,7 +93,10 @@ def trace_diff(
                 rounded_dtype=str(round_to) if round_to else None,
                 progress=lambda done, total: show("comparing", done, total),
             )
-            page = pair.save(out, command=command) if out is not None else None
+            page = None
+            if out is not None:
+                page = pair.save(out, command=command)
+                write_pictures(pair, out, formats)
         if as_json:
             show_document(pair.to_json(command))
         else:

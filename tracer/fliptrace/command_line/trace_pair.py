@@ -21,12 +21,13 @@ from fliptrace.command_line.options import (
     DtypeName,
     EngineName,
     FailOn,
+    FiguresOption,
     JsonOption,
     LogitsName,
     QuietOption,
     VersionOption,
 )
-from fliptrace.command_line.output import Output, show_document, show_summary
+from fliptrace.command_line.output import Output, figure_formats, show_document, show_summary
 from fliptrace.command_line.running import exit_code, progress_bar, run
 from fliptrace.command_line.runs import trace_one, trace_several
 from fliptrace.errors import InputError
@@ -214,6 +215,7 @@ def trace_pair(
             rich_help_panel=OUTPUT,
         ),
     ],
+    figures: FiguresOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,  # noqa: ARG001 (read by run)
@@ -247,7 +249,8 @@ def trace_pair(
     settings.check()
     require_new(out)
     typed = without_prompts(sys.argv[1:]) if redact else sys.argv[1:]
-    output = Output(out, shlex.join(["trace-pair", *typed]), as_json, quiet or as_json)
+    command = shlex.join(["trace-pair", *typed])
+    output = Output(out, command, as_json, quiet or as_json, figure_formats(figures))
     if demo:
         if model or adapter or prompt or prompt_file or dataset or select:
             raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -138,7 +139,73 @@ def _selection(
     return Selection((), default if prompts is None else prompts, prompt_seed)
 
 
-COMMANDS = {"repeat": repeat}
+def replay(
+    *,
+    out: FolderOption,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = DtypeName.AUTO,
+    attention: AttentionOption = AttentionName.SDPA,
+    threads: ThreadsOption = 1,
+    task: TaskOption = "bundled",
+    select: SelectOption = None,
+    prompts: PromptsOption = None,
+    prompt_seed: PromptSeedOption = 0,
+    no_chat_template: NoTemplateOption = False,
+    reduction: ReductionsOption = None,
+    executions: Annotated[
+        int,
+        typer.Option(
+            help="Of each call and reduction; the first is what the others are compared with.",
+            metavar="N",
+            rich_help_panel=STUDY,
+        ),
+    ] = 5,
+    seed: SeedOption = 0,
+    budget_minutes: BudgetOption = None,
+    ray: RayOption = None,
+    ray_workers: RayWorkersOption = None,
+    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
+    as_json: SummaryJsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,  # noqa: ARG001 (read by run)
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+) -> int:
+    """Execute captured shrinks again and again on the same input and count what differs (the paper's figure 3).
+
+    Inputs, weights, scale and mapping are captured from the prefill and the first decode step of each prompt, under
+    unsplit. Without --reduction: atomic:8, atomic:vllm, unsplit, deterministic:8 and local:32.
+
+    Exit codes: 0 done, or the budget is used up; 1 a reduction that is repeatable by construction did not repeat; 2
+    trouble (one line on stderr).
+    """
+    from fliptrace.studies import ReplayStudy
+    from fliptrace.studies.replay import REDUCTIONS
+
+    study = ReplayStudy(
+        model=model_settings(
+            model, adapter, engine, device, dtype, attention, threads, no_chat_template
+        ),
+        task=task,
+        selection=_selection(select, prompts, prompt_seed, 10),
+        reductions=tuple(reduction or REDUCTIONS),
+        executions=executions,
+        seed=seed,
+    )
+    return run_and_show(
+        study,
+        out,
+        budget_minutes=budget_minutes,
+        ray=ray,
+        ray_workers=ray_workers,
+        as_json=as_json,
+        quiet=quiet,
+    )
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"replay": replay, "repeat": repeat}
 
 
 def trace_study(
@@ -146,6 +213,8 @@ def trace_study(
     version: VersionOption = False,  # noqa: ARG001 (its callback answers)
 ) -> int:
     """Measure how often a LoRA stack changes its outputs, how much that matters, and what repeats.
+
+    trace-study replay: shrinks executed again on identical inputs (figure 3).
 
     trace-study repeat: greedy generations of one prompt against each other (table 1).
 

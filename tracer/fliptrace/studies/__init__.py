@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fliptrace.studies.engines import ModelSettings
     from fliptrace.studies.items import Item
     from fliptrace.studies.repeat import RepeatStudy
+    from fliptrace.studies.replay import ReplayStudy
     from fliptrace.studies.running import StudyResult, run_study
     from fliptrace.studies.study import Report, Study, Worker
     from fliptrace.studies.tasks import Selection
@@ -21,6 +22,7 @@ _HOMES = {
     "Item": "items",
     "ModelSettings": "engines",
     "RepeatStudy": "repeat",
+    "ReplayStudy": "replay",
     "Report": "study",
     "Selection": "tasks",
     "Study": "study",
@@ -33,6 +35,7 @@ __all__ = [
     "Item",
     "ModelSettings",
     "RepeatStudy",
+    "ReplayStudy",
     "Report",
     "Selection",
     "Study",

@@ -79,9 +79,7 @@ def write_pictures(folder: Path, pair: Pair, formats: tuple[str, ...]) -> None:
         from fliptrace.views.static import write_figures
 
         proved, _ = earlier_report(folder, pair)
-        write_figures(
-            folder / "figures", formats, pair.diff, pair.reference, interventions=proved
-        )
+        write_figures(folder / "figures", formats, pair.diff, pair.reference, interventions=proved)
 
 
 def as_report(

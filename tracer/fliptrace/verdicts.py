@@ -221,6 +221,27 @@ class StepComparison:
 
 
 @dataclass(frozen=True, eq=False)
+class LargestElements:
+    """Differing elements of a grid's cells: all of a surviving root's (at most 64), elsewhere the largest four.
+
+    Attributes:
+        cells: int32 [N], row * columns + column, ascending; within a cell surviving ones first, then by size.
+        positions: int32 [N], absolute token positions.
+        heads: int32 [N], key/value heads, -1 for shrinks; indices: rank index, or the element within the head.
+        reference: float32 [N] (16-bit values are exact in it); candidate likewise.
+        cache_dtype: the type of keys and values, "" where none were recorded.
+    """
+
+    cells: Tensor
+    positions: Tensor
+    heads: Tensor
+    indices: Tensor
+    reference: Tensor
+    candidate: Tensor
+    cache_dtype: str = ""
+
+
+@dataclass(frozen=True, eq=False)
 class Grid:
     """Classes and magnitudes of one phase, ready to be drawn.
 
@@ -236,6 +257,7 @@ class Grid:
         origins: int8 [rows, columns]: 0 no difference, 1 root, 2 inherited, 3 configuration-variant, 4 unlocated;
             shrink rows only, 0 elsewhere.
         surviving: int32 [rows, columns], surviving coordinates (for K and V: differing elements).
+        largest: elements with their values, None where nothing differs.
     """
 
     phase: str
@@ -246,6 +268,7 @@ class Grid:
     ulps: Tensor
     origins: Tensor
     surviving: Tensor
+    largest: LargestElements | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +366,7 @@ class PairDiff:
         generated: lengths (reference, candidate) in tokens.
         first_surviving_variant: the first configuration-variant row with a surviving coordinate.
         propagation_chart: the propagation graph pruned and laid out, None where nothing can be followed.
+        module_grids: as grids, rows ("module", Site) with classes only; empty where modules were not recorded.
     """
 
     outcome: Outcome
@@ -367,6 +391,7 @@ class PairDiff:
     generated: tuple[int, int]
     first_surviving_variant: RowDifference | None = None
     propagation_chart: PropagationChart | None = field(default=None, repr=False)
+    module_grids: dict[str, Grid] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         """Say the verdict in one line; the fields hold thousands of values."""
@@ -381,7 +406,7 @@ class PairDiff:
         document = {
             f.name: as_json(getattr(self, f.name))
             for f in fields(self)
-            if f.name not in ("grids", "propagation_chart")
+            if f.name not in ("grids", "module_grids", "propagation_chart")
         }
         document["grids"] = {
             name: {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from fliptrace.analysis.align import Group, LayoutPair, group_tensor
 from fliptrace.analysis.frame_rows import element_count, largest_per_row, magnitude
+from fliptrace.analysis.largest import Elements, largest_of_rows
 from fliptrace.numerics import integer_view, ulp_distance
 from fliptrace.trace import Frame
 
@@ -24,6 +25,8 @@ class CacheEvidence:
         magnitudes: float32 [C, 2, T]; ulps: int64 [C, 2, T].
         elements: elements of the layer's record.
         unpaired: places of layers whose record the candidate lacks or has in another shape.
+        largest: differing elements, keys and values apart; emptied once the step has been looked at.
+        dtype: the records' own, "" where there are none.
     """
 
     layers: tuple[int, ...]
@@ -33,6 +36,8 @@ class CacheEvidence:
     ulps: Tensor
     elements: tuple[int, ...]
     unpaired: tuple[int, ...] = ()
+    largest: tuple[list[Elements], list[Elements]] = field(default_factory=lambda: ([], []))
+    dtype: str = ""
 
 
 def read_cache(
@@ -57,6 +62,7 @@ def read_cache(
         ulps=torch.zeros(shape, dtype=torch.int64),
         elements=tuple(element_count(entry.shape) for entry in before.layout.entries),
         unpaired=(*pair.only_reference, *(one for one, _ in pair.reshaped)),
+        dtype=before.layout.entries[0].dtype if before.layout.entries else "",
     )
     for group in pair.groups:
         count = min(group.entry.shape[1], rows)
@@ -84,6 +90,15 @@ def _compare_group(
     cache.counts[window] = torch.bincount(cell, minlength=cells).view(shape)
     cache.magnitudes[window] = largest_per_row(magnitude(left, right), cell, cells).view(shape)
     cache.ulps[window] = largest_per_row(ulp_distance(left, right), cell, cells).view(shape)
+    counts = cache.counts[window]
+    for which in (0, 1):
+        record, row = counts[:, which].nonzero(as_tuple=True)
+        if record.numel():
+            of, found = largest_of_rows(
+                one[record, which, row], other[record, which, row], group.entry.shape[-1]
+            )
+            rows_of, columns = group.places[record][of], (row + rows - count)[of]
+            cache.largest[which].append(replace(found, rows=rows_of, columns=columns))
 
 
 def cache_layer(key: str) -> int:

@@ -140,7 +140,7 @@ class PairWalk:
             self._same_reduction,
         )
         self._ledger = CoverageLedger()
-        self._grids = GridBuilder()
+        self._grids = GridBuilder(self._rounded)
         self._foreign = ForeignSearch(self._reader)
         self._first: dict[str, RowDifference] = {}
         self._roots: list[RowDifference] = []
@@ -335,6 +335,7 @@ class PairWalk:
             cache_differences=tuple(self._cache),
             steps=tuple(self._steps),
             grids=grids,
+            module_grids=self._grids.finish_modules(grids),
             propagation=summarise(
                 self.evidence, self._start(), self._flip, self._roots, _model_dtype(reference)
             ),

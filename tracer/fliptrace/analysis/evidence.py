@@ -24,6 +24,7 @@ from fliptrace.analysis.align import (
 )
 from fliptrace.analysis.cache_rows import CacheEvidence, read_cache
 from fliptrace.analysis.frame_rows import largest_per_row, magnitude, row_width, rows_that_differ
+from fliptrace.analysis.module_rows import ModuleEvidence, read_modules
 from fliptrace.numerics import CoordinateClass, classify, integer_view, ulp_distance
 from fliptrace.trace import Frame, Kind, StepRecord
 
@@ -90,6 +91,7 @@ class StepEvidence:
         element_count: coordinates compared; equal_operand_count: of these, in rows with equal operands.
         operand_values_known: both traces hold the operands themselves.
         values: shrink values, emptied once the step has been looked at.
+        modules: outputs of modules, None where not recorded in both.
     """
 
     step: int
@@ -117,6 +119,7 @@ class StepEvidence:
     equal_operand_count: int = 0
     operand_values_known: bool = False
     values: list[ShrinkValues] = field(default_factory=list)
+    modules: ModuleEvidence | None = None
 
     @property
     def equal(self) -> bool:
@@ -199,6 +202,7 @@ class StepReader:
         if before is not None and after is not None:
             pair = self.pair(before, after)
             evidence.cache = read_cache(pair, before, after, rows, Kind.CACHE in differing)
+        evidence.modules = read_modules(self._layouts, reference, candidate, rows)
         per_row = evidence.elements.unsqueeze(1) * evidence.observed
         evidence.element_count = int(per_row.sum())
         evidence.equal_operand_count = int((per_row * evidence.operand.equal).sum())

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fliptrace.analysis.coordinates import site_of
-from fliptrace.analysis.evidence import StepEvidence
+from fliptrace.analysis.evidence import ROOT, StepEvidence
+from fliptrace.analysis.largest import CELL_ELEMENTS, ROOT_ELEMENTS, Elements, picked
 from fliptrace.analysis.roles import Role, role_of
 from fliptrace.numerics import CoordinateClass
 from fliptrace.sites import Site
 from fliptrace.trace import StepRecord
-from fliptrace.verdicts import Grid
+from fliptrace.verdicts import Grid, LargestElements
 
 Row = tuple[str, str | int]
 _FIELDS = ("classes", "magnitudes", "ulps", "origins", "surviving")
@@ -28,18 +29,30 @@ class _Cells:
 
     Attributes:
         starts: the first column, once per step that has these cells: a step, or in the prefill a position.
+        first_position: absolute position of the first token row.
+        largest: differing elements, None where nothing differs.
     """
 
     starts: list[int]
     rows: tuple[Row, ...]
     fields: tuple[Tensor, ...]
+    first_position: int = 0
+    largest: Elements | None = None
 
 
 class GridBuilder:
     """Collects steps, then lays them out."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, rounded: torch.dtype) -> None:
+        """Start empty.
+
+        Args:
+            rounded: the type that decides survival.
+        """
+        self._rounded = rounded
+        self._cache_dtype = ""
+        self._modules: tuple[list[_Cells], list[_Cells]] = ([], [])
+        self._module_rows: dict[Row, None] = {}
         self._prefill: list[_Cells] = []
         self._decode: list[_Cells] = []
         self._rows: dict[Row, None] = {}
@@ -54,15 +67,22 @@ class GridBuilder:
             for cells in known[1]:
                 cells.starts.append(_start(evidence))
             return
-        found = [_shrink_cells(evidence), *_cache_cells(evidence)]
+        found = [_shrink_cells(evidence, self._rounded), *_cache_cells(evidence)]
+        modules = _module_cells(evidence)
+        if evidence.cache is not None:
+            self._cache_dtype = evidence.cache.dtype
+        for cells in modules:
+            self._module_rows |= dict.fromkeys(cells.rows)
         for cells in found:
             if cells.rows not in self._row_lists:
                 self._row_lists.add(cells.rows)
                 self._rows |= dict.fromkeys(cells.rows)
         if evidence.step > 0:
             found = [_worst_row(cells) for cells in found]
+            modules = [_worst_row(cells) for cells in modules]
             if evidence.equal:
-                self._shared[id(evidence.classes)] = (evidence.classes, found)
+                self._shared[id(evidence.classes)] = (evidence.classes, [*found, *modules])
+        self._modules[evidence.step > 0].extend(modules)
         (self._decode if evidence.step > 0 else self._prefill).extend(found)
 
     def finish(self, steps: Sequence[StepRecord]) -> dict[str, Grid]:
@@ -80,8 +100,21 @@ class GridBuilder:
         )
         decode = tuple(step.step for step in steps if step.step > 0)
         return {
-            "prefill": _laid_out("prefill", rows, columns, self._prefill),
-            "decode": _laid_out("decode", rows, decode, self._decode),
+            "prefill": _laid_out("prefill", rows, columns, self._prefill, self._cache_dtype),
+            "decode": _laid_out("decode", rows, decode, self._decode, self._cache_dtype),
+        }
+
+    def finish_modules(self, grids: dict[str, Grid]) -> dict[str, Grid]:
+        """Lay out the grids of module outputs, none where they were not recorded.
+
+        Args:
+            grids: what finish returned.
+        """
+        if not self._module_rows:
+            return {}
+        return {
+            name: _laid_out(name, list(self._module_rows), grids[name].columns, found, "")
+            for name, found in zip(("prefill", "decode"), self._modules, strict=True)
         }
 
     def _prompt_rows(self, prompt: StepRecord) -> int:
@@ -97,7 +130,7 @@ def _start(evidence: StepEvidence) -> int:
     return evidence.step if evidence.step > 0 else evidence.first_position
 
 
-def _shrink_cells(evidence: StepEvidence) -> _Cells:
+def _shrink_cells(evidence: StepEvidence, rounded: torch.dtype) -> _Cells:
     return _Cells(
         starts=[_start(evidence)],
         rows=_labels("shrink", evidence.keys),
@@ -108,7 +141,38 @@ def _shrink_cells(evidence: StepEvidence) -> _Cells:
             evidence.origins,
             evidence.surviving,
         ),
+        first_position=evidence.first_position,
+        largest=_largest_of_shrinks(evidence, rounded),
     )
+
+
+def _largest_of_shrinks(evidence: StepEvidence, dtype: torch.dtype) -> Elements | None:
+    """Pick the elements of every differing shrink row.
+
+    Args:
+        evidence: the step, its shrink values still there.
+        dtype: the type that the consumer rounds to.
+    """
+    parts = []
+    for values in evidence.values:
+        window = (values.sites, slice(values.offset, values.offset + values.reference.shape[1]))
+        record, row = (evidence.latent[window] + evidence.surviving[window]).nonzero(as_tuple=True)
+        one, other = values.reference[record, row], values.candidate[record, row]
+        rows, columns = values.sites[record], row + values.offset
+        root = (evidence.origins[rows, columns] == ROOT) & (evidence.surviving[rows, columns] > 0)
+        limits = torch.where(root, ROOT_ELEMENTS, CELL_ELEMENTS)
+        cell, index = picked(one, other, limits, dtype)
+        parts.append(
+            Elements(
+                rows=rows[cell],
+                columns=columns[cell],
+                heads=torch.full_like(index, -1, dtype=torch.int32),
+                indices=index.to(torch.int32),
+                reference=one[cell, index].to(torch.float32),
+                candidate=other[cell, index].to(torch.float32),
+            )
+        )
+    return Elements.joined(parts)
 
 
 def _cache_cells(evidence: StepEvidence) -> list[_Cells]:
@@ -135,9 +199,26 @@ def _cache_cells(evidence: StepEvidence) -> list[_Cells]:
                     torch.zeros_like(classes, dtype=torch.int8),
                     counts.to(torch.int32),
                 ),
+                first_position=evidence.first_position,
+                largest=Elements.joined(cache.largest[which]),
             )
         )
+        cache.largest[which].clear()
     return found
+
+
+def _module_cells(evidence: StepEvidence) -> list[_Cells]:
+    modules = evidence.modules
+    if modules is None:
+        return []
+    nothing = torch.zeros_like(modules.classes)
+    return [
+        _Cells(
+            starts=[_start(evidence)],
+            rows=_labels("module", modules.keys),
+            fields=(modules.classes, *(nothing.to(dtype) for dtype in _DTYPES[1:])),
+        )
+    ]
 
 
 def _worst_row(cells: _Cells) -> _Cells:
@@ -158,10 +239,14 @@ def _worst_row(cells: _Cells) -> _Cells:
             origins.gather(1, worst),
             surviving.sum(1, keepdim=True).to(torch.int32),
         ),
+        first_position=cells.first_position,
+        largest=cells.largest,
     )
 
 
-def _laid_out(phase: str, rows: list[Row], columns: tuple[int, ...], found: list[_Cells]) -> Grid:
+def _laid_out(
+    phase: str, rows: list[Row], columns: tuple[int, ...], found: list[_Cells], cache_dtype: str
+) -> Grid:
     shape = (len(rows), len(columns))
     fields = [torch.zeros(shape, dtype=dtype) for dtype in _DTYPES]
     fields[0].fill_(int(CoordinateClass.NOT_OBSERVED))
@@ -180,7 +265,37 @@ def _laid_out(phase: str, rows: list[Row], columns: tuple[int, ...], found: list
         phase=phase,
         rows=tuple(_labelled(row) for row in rows),
         columns=columns,
+        largest=_largest(found, places, column_of, cache_dtype),
         **dict(zip(_FIELDS, fields, strict=True)),
+    )
+
+
+def _largest(
+    found: list[_Cells], places: dict[Row, int], column_of: dict[int, int], cache_dtype: str
+) -> LargestElements | None:
+    """Gather the elements of all steps, cell after cell."""
+    parts = []
+    for cells in found:
+        elements = cells.largest
+        if elements is None:
+            continue
+        index = torch.tensor([places[row] for row in cells.rows])
+        single = cells.fields[0].shape[1] == 1  # token rows of a decode step share its column
+        column = column_of[cells.starts[0]] + (0 if single else elements.columns)
+        parts.append(
+            (
+                (index[elements.rows] * len(column_of) + column).to(torch.int32),
+                (cells.first_position + elements.columns).to(torch.int32),
+                *(elements.heads, elements.indices, elements.reference, elements.candidate),
+            )
+        )
+    if not parts:
+        return None
+    gathered = [torch.cat(values) for values in zip(*parts, strict=True)]
+    order = gathered[0].argsort(stable=True)
+    places_of, positions, heads, indices, one, other = (values[order] for values in gathered)
+    return LargestElements(
+        places_of, positions, heads, indices, one, other, cache_dtype=cache_dtype
     )
 
 

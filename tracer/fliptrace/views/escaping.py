@@ -19,19 +19,24 @@ _PLOTLY_SYNTAX = frozenset("&<>$%{}\\")
 LABEL_LENGTH = 48
 #: Longest sentence from elsewhere (an explanation, a trace's gap) shown in full.
 SENTENCE_LENGTH = 600
+#: Longest text of any other kind that is no running text: names, paths and values that nobody reads to their end.
+LINE_LENGTH = 1000
 
 
 def visible(text: str, *, keep_newlines: bool = False) -> str:
     """Replace characters that cannot be seen, or that change how others are seen, by visible ones.
 
     Args:
-        text: any string, lone surrogates included.
-        keep_newlines: leave line feeds and tabs as they are, for running text.
+        text: any string, lone surrogates included. One that is no running text is cut where it is longer than
+            LINE_LENGTH, and says so.
+        keep_newlines: leave line feeds and tabs as they are, and the length, for running text.
 
     Returns:
         A string without control, format, private, unassigned and surrogate characters: encodable in UTF-8, and safe to
         print in a terminal.
     """
+    if not keep_newlines:
+        text = shorten(text, LINE_LENGTH)
     if text.isascii() and text.isprintable():
         return text
     return "".join(_visible_character(character, keep_newlines) for character in text)

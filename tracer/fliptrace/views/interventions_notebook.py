@@ -36,7 +36,7 @@ _ROOTS_SHOWN = 20
 
 def edit_html(name: str, document: Mapping[str, Any]) -> str:
     """Show an edit: what it does in words, and the JSON that trace-intervene --edit reads."""
-    text = visible(json.dumps(document, ensure_ascii=True))
+    text = visible(json.dumps(document, ensure_ascii=True), keep_newlines=True)
     return (
         f'<div class="fliptrace-edit"><strong>{escape(visible(name))}</strong><br>'
         f'<code style="overflow-wrap:anywhere">{escape(text)}</code></div>'

@@ -147,7 +147,9 @@ def _claim(entry: ClaimEntry) -> dict[str, Any]:
         "directions": [_direction(result) for result in verdict.directions],
         "texts": continuation_texts(entry.continuations),
         "answer_sentence": words.answer_sentence(entry.continuations),
-        "edits": visible(json.dumps({"edits": list(verdict.edits)}, ensure_ascii=True)),
+        "edits": visible(
+            json.dumps({"edits": list(verdict.edits)}, ensure_ascii=True), keep_newlines=True
+        ),
         "setting": f"Continued under {visible(verdict.reduction)}"
         + ("" if verdict.repeatable_by_construction else ", not repeatable by construction")
         + f"; between several edited sites, shrinks were {visible(verdict.between)}.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -18,8 +19,12 @@ from markupsafe import Markup
 from fliptrace.views.wording import unbroken_parts
 
 
+@cache
 def environment() -> jinja2.Environment:
-    """Return the environment of the page templates: everything is escaped, an undefined name is an error."""
+    """Return the environment of the page templates: everything is escaped, an undefined name is an error.
+
+    It is made once, since compiling the templates takes longer than filling them.
+    """
     pages = jinja2.Environment(
         loader=jinja2.PackageLoader("fliptrace.views", "templates"),
         autoescape=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +64,15 @@ def show_document(document: object) -> None:
 
 
 def show_summary(pair: Pair) -> None:
-    """Print the story: styled on a terminal, plain text of 80 columns anywhere else."""
+    """Print the story: styled on a terminal, else plain text of 80 columns, or of the fewer that COLUMNS says."""
     console = Console()
     if console.is_terminal:
         from fliptrace.views import terminal_summary
 
         console.print(terminal_summary(pair.diff, pair.reference, pair.candidate))
     else:
-        sys.stdout.write(pair.summary())
+        from fliptrace.views.terminal import WIDTH, plain_summary
+
+        columns = os.environ.get("COLUMNS", "")
+        width = min(WIDTH, int(columns)) if columns.isdecimal() else WIDTH
+        sys.stdout.write(plain_summary(pair.diff, pair.reference, pair.candidate, width=width))

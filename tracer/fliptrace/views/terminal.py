@@ -1,4 +1,4 @@
-"""What trace-pair and trace-diff print: the story in one screen, with rich or as plain text."""
+"""What trace-pair and trace-diff print: the story and a small map in one screen, with rich or as plain text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fliptrace.verdicts import Outcome
 from fliptrace.views.story import Story, tell_story
+from fliptrace.views.terminal_map import map_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from fliptrace.verdicts import PairDiff
 
 WIDTH = 80
+#: Narrower terminals get lines of this width, which they wrap.
+NARROWEST = 24
 #: Passages told after the first screen; the page tells the rest, too.
 _PASSAGES = ("ran", "flip", "root", "cache", "propagation", "coverage", "doubts")
 #: Most sentences of a passage after the first screen, before the rest is left to the report.
@@ -47,10 +50,11 @@ class _Line:
     text: str
     heading: int = 0
     verdict: bool = False
+    spans: tuple[tuple[int, int, str], ...] = ()
 
 
-def _lines(story: Story, width: int) -> list[_Line]:
-    """Lay the story out: a first screen of verdict, flip, root and one line each for the rest, then the details."""
+def _lines(story: Story, diff: PairDiff, width: int) -> list[_Line]:
+    """Lay the story out: a first screen of verdict, flip, root, one line each for the rest, the map; then details."""
     lines = [_Line(line, verdict=True) for line in textwrap.wrap(story.verdict, width)]
     for passage in story.passages:
         if passage.leading:
@@ -64,6 +68,10 @@ def _lines(story: Story, width: int) -> list[_Line]:
         wrapped = textwrap.wrap(f"{start} {passage.gist}.", width, subsequent_indent="  ")
         lines.append(_Line(wrapped[0], len(start)))
         lines += [_Line(line) for line in wrapped[1:]]
+    drawn = map_lines(diff, width)
+    if drawn:
+        lines += [_Line(""), _Line(drawn[0].text, len("Map"))]
+        lines += [_Line(line.text, spans=line.spans) for line in drawn[1:]]
     for key in _PASSAGES:
         told = story.passage(key)
         rest = told.sentences[told.leading :] if told is not None else ()
@@ -92,18 +100,19 @@ def _wrapped(sentences: Iterable[str], width: int) -> list[_Line]:
     ]
 
 
-def plain_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
-    """Return the story as plain text of at most 80 columns, without any terminal control.
+def plain_summary(diff: PairDiff, reference: Trace, candidate: Trace, *, width: int = WIDTH) -> str:
+    """Return the story as plain text, without any terminal control.
 
     Args:
         diff: what was found.
         reference: the reference's trace.
         candidate: the same of the candidate.
+        width: most columns of a line, at least NARROWEST.
 
     Returns:
         Lines joined by line feeds, the verdict first, ending with a line feed.
     """
-    lines = _lines(tell_story(diff, reference, candidate), WIDTH)
+    lines = _lines(tell_story(diff, reference, candidate), diff, max(NARROWEST, width))
     return "\n".join(line.text for line in lines) + "\n"
 
 
@@ -117,7 +126,7 @@ def terminal_summary(diff: PairDiff, reference: Trace, candidate: Trace) -> Rend
         reference: the reference's trace.
         candidate: the same of the candidate.
     """
-    return _Styled(tell_story(diff, reference, candidate), _STYLES[diff.outcome])
+    return _Styled(tell_story(diff, reference, candidate), diff, _STYLES[diff.outcome])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +134,17 @@ class _Styled:
     """A story for rich, laid out when the terminal's width is known."""
 
     story: Story
+    diff: PairDiff
     verdict_style: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        for line in _lines(self.story, min(WIDTH, options.max_width)):
+        width = max(NARROWEST, min(WIDTH, options.max_width))
+        for line in _lines(self.story, self.diff, width):
             text = Text(line.text, style=self.verdict_style if line.verdict else "")
             if line.heading:
                 text.stylize("bold", 0, line.heading)
+            for start, end, style in line.spans:
+                text.stylize(style, start, end)
             yield text

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Pair,
         PairSettings,
         Prompt,
+        attach,
         bundled_model,
         diff_traces,
         encode_prompt,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         trace_pair,
     )
     from fliptrace.store import open_trace
+    from fliptrace.studies.repeatability import assert_repeatable
     from fliptrace.trace import Kind, Trace
     from fliptrace.verdicts import PairDiff
 
@@ -38,6 +40,8 @@ _HOMES = {
     "PairSettings": "pair",
     "Prompt": "pair",
     "Trace": "trace",
+    "assert_repeatable": "studies.repeatability",
+    "attach": "pair",
     "bundled_model": "pair",
     "compare": "analysis",
     "diff_traces": "pair",
@@ -55,6 +59,8 @@ __all__ = [
     "PairSettings",
     "Prompt",
     "Trace",
+    "assert_repeatable",
+    "attach",
     "bundled_model",
     "compare",
     "diff_traces",

@@ -1,0 +1,164 @@
+"""trace-check: is my stack affected? The answer of a minute, with an exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fliptrace.command_line.options import (
+    OUTPUT,
+    PROMPT,
+    SEARCH,
+    AttentionName,
+    DebugOption,
+    DtypeName,
+    EngineName,
+    QuietOption,
+    VersionOption,
+)
+from fliptrace.command_line.output import show_document
+from fliptrace.command_line.running import DIVERGED, IDENTICAL, progress_bar, run
+from fliptrace.command_line.study_options import (
+    AdapterOption,
+    AttentionOption,
+    DeviceOption,
+    DtypeOption,
+    EngineOption,
+    ModelOption,
+    NoTemplateOption,
+    ThreadsOption,
+    model_settings,
+)
+from fliptrace.errors import InputError
+
+
+def trace_check(
+    *,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Check the bundled model, on the CPU.")
+    ] = False,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = DtypeName.AUTO,
+    attention: AttentionOption = AttentionName.SDPA,
+    threads: ThreadsOption = 1,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A prompt; repeat the option for several. Six are built in.",
+            metavar="TEXT",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    no_chat_template: NoTemplateOption = False,
+    reduction: Annotated[
+        str | None,
+        typer.Option(
+            help="How LoRA shrinks sum; left out, as vLLM's own kernel does (atomic:vllm; --demo: atomic:8).",
+            metavar="KIND:SPLITS",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
+    runs: Annotated[
+        int,
+        typer.Option(help="Runs of each prompt, at most.", metavar="N", rich_help_panel=SEARCH),
+    ] = 10,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            help="Begin no further round of runs that would end later; two always run.",
+            metavar="S",
+            rich_help_panel=SEARCH,
+        ),
+    ] = 60.0,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(help="Per generation, at most.", metavar="N", rich_help_panel=SEARCH),
+    ] = 64,
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            help="What makes the exit code 1: another token, or any bit of a logit.",
+            metavar="token|any",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "any",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write golden digests of tokens and logits to this file, if the runs repeated.",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compare with golden digests, such as of another machine or version.",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the answer as JSON.", rich_help_panel=OUTPUT),
+    ] = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,  # noqa: ARG001 (read by run)
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+) -> int:
+    """Say in about a minute whether greedy outputs of a LoRA stack repeat bit for bit.
+
+    Runs a few prompts again and again and gives the kernel in use, token flips per 1,000 tokens with a bound, changed
+    bits of logits, and ties.
+
+    Exit codes: 0 passed, 1 failed: something changed that --fail-on names, or differs from --against; 2 trouble (one
+    line on stderr).
+    """
+    from fliptrace.studies.check import CheckSettings, run_check
+
+    if demo and (model or adapter):
+        raise InputError("--demo checks the bundled model; leave out --model and --adapter")
+    if not demo and not (model and adapter):
+        raise InputError("give --model and --adapter, or --demo (see trace-check --help)")
+    settings = CheckSettings(
+        model=model_settings(
+            model,
+            adapter,
+            engine,
+            "cpu" if demo and device == "auto" else device,
+            dtype,
+            attention,
+            threads,
+            no_chat_template,
+        ),
+        reduction=reduction,
+        prompts=tuple(prompt or ()),
+        rounds=runs,
+        seconds=seconds,
+        max_new_tokens=max_new_tokens,
+        fail_on=fail_on,
+    )
+    with progress_bar(quiet or as_json) as show:
+        result = run_check(settings, against=against, save=save, progress=show)
+    if as_json:
+        show_document(result.to_json())
+    else:
+        from fliptrace.views.escaping import visible
+
+        typer.echo("\n".join(map(visible, result.sentences())))
+    return IDENTICAL if result.passed else DIVERGED
+
+
+def main() -> None:
+    """Run the command."""
+    run(trace_check, "trace-check", sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""trace-check: is my stack affected? A minute of repeated greedy requests, the kernel that ran, and golden digests.
+
+The verdict is of these runs: ``affected`` where a token or a bit of a logit changed, else ``repeatable in N runs`` with
+its bound. A golden file holds digests of tokens and logits, to be compared on another machine or version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fliptrace.errors import InputError, RecordingError
+from fliptrace.manifest import Manifest, differing_keys
+from fliptrace.studies.engines import (
+    ModelSettings,
+    describe_engine,
+    identity_of,
+    is_repeatable,
+)
+from fliptrace.studies.journal import replace_file
+from fliptrace.studies.repeatability import PromptRuns, engine_runner, run_rounds
+from fliptrace.studies.statistics import Share, exact_share, rate_bound, ratio_interval
+
+GOLDEN_VERSION = 1
+#: What a change has to be for the check to fail.
+LEVELS = ("token", "any")
+#: Asked where a person names no prompts: short, of several kinds, answered at some length.
+PROMPTS = (
+    "Tom has 3 apples and buys 5 more. He gives away 2. How many apples does he have?",
+    "A train travels 60 miles an hour for 3 hours. How far does it go?",
+    "Write a short story about a lighthouse keeper.",
+    "Explain why the sky is blue.",
+    "List five uses for a paper clip.",
+    "What should I consider before buying a used bicycle?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """What a check asks.
+
+    Attributes:
+        model: what runs.
+        reduction: a name; None for what vLLM's own kernel does, or atomic:8 with the bundled model, on whose short
+            sums vLLM's 64 splits leave next to nothing to reorder.
+        prompts: texts; empty for the built-in ones, or bundled problems with the bundled model.
+        rounds: runs of each prompt, at most.
+        seconds: begin no further round beyond; two always run.
+        max_new_tokens: per generation.
+        fail_on: ``token`` or ``any``.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    reduction: str | None = None
+    prompts: tuple[str, ...] = ()
+    rounds: int = 10
+    seconds: float = 60.0
+    max_new_tokens: int = 64
+    fail_on: str = "any"
+
+    @property
+    def chosen_reduction(self) -> str:
+        """The reduction's identity, the default filled in."""
+        default = "atomic:8" if self.model.model is None else "atomic:vllm"
+        return identity_of(self.reduction or default)
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the prompts that are asked."""
+        if self.prompts:
+            return self.prompts
+        if self.model.model is None:
+            from fliptrace.pair.bundled import bundled_model
+
+            return tuple(bundled_model().prompts[row].text for row in (36, 31, 54, 1, 65, 52))
+        return PROMPTS
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found.
+
+    Attributes:
+        description: what the engine says about itself, and the kernels that ran.
+        reduction: its identity.
+        simulated: arrival orders were simulated.
+        prompts: all runs.
+        rounds: runs of each prompt.
+        golden: what differs from a golden file, one sentence each; None without one.
+        fail_on: see CheckSettings.
+    """
+
+    description: Mapping[str, Any]
+    reduction: str
+    simulated: bool
+    prompts: Sequence[PromptRuns]
+    rounds: int
+    golden: Sequence[str] | None
+    fail_on: str
+
+    @property
+    def flips(self) -> int:
+        """Runs that left the first run's tokens."""
+        return sum(len(prompt.flips) for prompt in self.prompts)
+
+    @property
+    def changed_bits(self) -> int:
+        """Runs in which a logit had another bit."""
+        return sum(prompt.changed_bits for prompt in self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were compared after the same prefix."""
+        return sum(prompt.compared_tokens for prompt in self.prompts)
+
+    @property
+    def repeatable(self) -> bool:
+        """True when no bit changed."""
+        return not self.flips and not self.changed_bits
+
+    @property
+    def passed(self) -> bool:
+        """True when nothing of the kind that fail_on names changed, and nothing differs from the golden file."""
+        stable = not self.flips if self.fail_on == "token" else self.repeatable
+        return stable and not self.golden
+
+    @property
+    def prompts_changed(self) -> Share:
+        """Prompts with a changed token, with the exact interval."""
+        return exact_share(sum(bool(prompt.flips) for prompt in self.prompts), len(self.prompts))
+
+    @property
+    def prompts_any_bit(self) -> Share:
+        """Prompts with any changed bit, with the exact interval."""
+        changed = sum(bool(prompt.flips or prompt.changed_bits) for prompt in self.prompts)
+        return exact_share(changed, len(self.prompts))
+
+    @property
+    def ties(self) -> int:
+        """Steps of the first runs whose two best logits are exactly equal."""
+        return sum(prompt.runs[0].ties or 0 for prompt in self.prompts)
+
+    def flips_per_thousand(self) -> tuple[float, float]:
+        """Return flips per 1,000 compared tokens, and an upper bound (95 %).
+
+        The bound resamples whole prompts where several of them flipped; else it is Poisson's exact one, which takes
+        tokens for independent, and is the larger of the two wherever both exist.
+        """
+        rate = 1000 * self.flips / max(1, self.tokens)
+        bound = 1000 * rate_bound(self.flips, max(1, self.tokens))
+        if sum(bool(prompt.flips) for prompt in self.prompts) > 1:
+            interval = ratio_interval(
+                [len(prompt.flips) for prompt in self.prompts],
+                [prompt.compared_tokens for prompt in self.prompts],
+            )
+            bound = max(bound, 1000 * interval.high)
+        return rate, bound
+
+    def sentences(self) -> list[str]:
+        """Return the answer for a person."""
+        model, adapter = self.description.get("model", {}), self.description.get("adapter", {})
+        rate, bound = self.flips_per_thousand()
+        compared = (
+            f"{len(self.prompts)} prompts × {self.rounds} runs, {self.tokens:,} tokens compared"
+        )
+        lines = [
+            f"{model.get('name')} + {adapter.get('name')}, {_place(self.description)}",
+            f"kernel in use: {self.description['kernels'][self.reduction]}",
+        ]
+        if self.simulated:
+            lines.append(
+                "arrival orders of atomics are simulated here, a new schedule in each run; a GPU has orders of its own"
+            )
+        if self.repeatable:
+            lines.append(
+                f"repeatable in {self.rounds} runs: no token and no bit of a logit changed ({compared}); a prompt "
+                f"changes with at most {100 * _high(self.prompts_any_bit):.3g} % (95 %)"
+            )
+            if not is_repeatable(self.reduction):
+                lines.append(
+                    f"{self.reduction} has no fixed order by construction: other runs may differ, whatever these did"
+                )
+        else:
+            lines.append(f"affected: the same greedy request gives other results ({compared})")
+            lines.append(
+                f"runs with other bits in logits of the same prefix: {self.changed_bits} of "
+                f"{(self.rounds - 1) * len(self.prompts)}; prompts with any: {self.prompts_any_bit}"
+            )
+        lines.append(
+            f"token flips: {self.flips}, {rate:.3g} per 1,000 tokens (95 %: at most {bound:.3g}); prompts: "
+            f"{self.prompts_changed}"
+        )
+        lines.append(f"steps decided by tie-break in the first runs: {self.ties}")
+        if self.golden is not None:
+            lines += self.golden or ["golden digests: equal"]
+        lines.append("passed" if self.passed else f"failed (--fail-on {self.fail_on})")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer for a machine."""
+        rate, bound = self.flips_per_thousand()
+        return {
+            "passed": self.passed,
+            "fail_on": self.fail_on,
+            "repeatable_in_these_runs": self.repeatable,
+            "reduction": self.reduction,
+            "repeatable_by_construction": is_repeatable(self.reduction),
+            "simulated_atomics": self.simulated,
+            "kernel": self.description["kernels"][self.reduction],
+            "rounds": self.rounds,
+            "tokens_compared": self.tokens,
+            "flips": self.flips,
+            "flips_per_1000_tokens": rate,
+            "flips_per_1000_tokens_at_most": bound,
+            "runs_with_changed_bits": self.changed_bits,
+            "prompts_changed": self.prompts_changed.to_json(),
+            "prompts_any_bit": self.prompts_any_bit.to_json(),
+            "ties": self.ties,
+            "golden_differences": None if self.golden is None else list(self.golden),
+            "prompts": [
+                {
+                    "name": prompt.name,
+                    "ids_sha256": prompt.ids_sha256,
+                    "tokens": prompt.runs[0].tokens_digest,
+                    "logits": prompt.runs[0].logits_digest,
+                    "flips_at": prompt.flips,
+                    "runs_with_changed_bits": prompt.changed_bits,
+                }
+                for prompt in self.prompts
+            ],
+            "manifest": dict(self.description),
+        }
+
+
+def run_check(
+    settings: CheckSettings,
+    *,
+    against: Path | None = None,
+    save: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> CheckResult:
+    """Load the model, run the check, compare with or save golden digests.
+
+    Args:
+        settings: what to ask.
+        against: a golden file to compare with.
+        save: where to write one; only what repeated is saved.
+        progress: told what goes on.
+
+    Raises:
+        InputError: something given cannot be used; the golden file is of another model, adapter or prompts.
+        RecordingError: nothing is saved, as the runs did not repeat.
+        StorageError: the golden file cannot be written.
+    """
+    if settings.fail_on not in LEVELS:
+        raise InputError(f"a check fails on {' or '.join(LEVELS)}; got {settings.fail_on!r}")
+    if settings.max_new_tokens < 1:
+        raise InputError(f"max new tokens must be at least 1; got {settings.max_new_tokens}")
+    reduction = settings.chosen_reduction
+    golden = None if against is None else read_golden(against)
+    engine = settings.model.load()
+    description = describe_engine(engine, (reduction,))
+    texts = settings.texts()
+    prompts = [PromptRuns(f"prompt {number}") for number in range(len(texts))]
+    runner = engine_runner(
+        engine,
+        texts,
+        prompts,
+        reduction,
+        settings.max_new_tokens,
+        digests=True,
+        chat_template=settings.model.chat_template,
+    )
+    if golden is not None:
+        require_same(golden, description, reduction, prompts, settings.max_new_tokens, str(against))
+    rounds = run_rounds(
+        prompts, runner, rounds=settings.rounds, seconds=settings.seconds, progress=progress
+    )
+    result = CheckResult(
+        description=description,
+        reduction=reduction,
+        simulated=engine.simulates_atomics and not is_repeatable(reduction),
+        prompts=prompts,
+        rounds=rounds,
+        golden=None if golden is None else golden_differences(golden, description, prompts),
+        fail_on=settings.fail_on,
+    )
+    if save is not None:
+        save_golden(save, result, settings.max_new_tokens)
+    return result
+
+
+def save_golden(path: Path, result: CheckResult, max_new_tokens: int) -> None:
+    """Write golden digests.
+
+    Raises:
+        RecordingError: the runs did not repeat, so that there is nothing to hold others to.
+        StorageError: the file cannot be written.
+    """
+    if not result.repeatable:
+        raise RecordingError(
+            f"golden digests are of runs that repeat, and these did not ({result.flips} flips, {result.changed_bits} "
+            f"runs with other bits under {result.reduction}); {path} was not written. Try --reduction deterministic:8"
+        )
+    document = {
+        "golden_version": GOLDEN_VERSION,
+        "reduction": result.reduction,
+        "max_new_tokens": max_new_tokens,
+        "prompts": [
+            {
+                "ids_sha256": prompt.ids_sha256,
+                "tokens": prompt.runs[0].tokens_digest,
+                "logits": prompt.runs[0].logits_digest,
+            }
+            for prompt in result.prompts
+        ],
+        "manifest": dict(result.description),
+    }
+    replace_file(path, json.dumps(document, indent=1) + "\n")
+
+
+def read_golden(path: Path) -> dict[str, Any]:
+    """Read what save_golden wrote.
+
+    Raises:
+        InputError: it is no golden file, or one of another version.
+    """
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+        version = found["golden_version"]
+        complete = all(
+            {"ids_sha256", "tokens", "logits"} <= set(prompt) for prompt in found["prompts"]
+        ) and {"reduction", "max_new_tokens", "manifest"} <= set(found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is no golden file of trace-check ({error!r})") from error
+    if version != GOLDEN_VERSION or not complete:
+        raise InputError(
+            f"{path} is a golden file of version {version}, this one reads {GOLDEN_VERSION}; save it again"
+        )
+    return dict(found)
+
+
+def require_same(
+    golden: Mapping[str, Any],
+    description: Mapping[str, Any],
+    reduction: str,
+    prompts: Sequence[PromptRuns],
+    max_new_tokens: int,
+    name: str,
+) -> None:
+    """Refuse to compare what was not asked the same.
+
+    Raises:
+        InputError: what differs.
+    """
+    here, there = Manifest(description), Manifest(golden["manifest"])
+    pairs = [
+        (key, there.get(key), here.get(key))
+        for key in ("model.sha256", "model.dtype", "adapter.sha256")
+    ]
+    pairs += [
+        ("reduction", golden["reduction"], reduction),
+        ("max new tokens", golden["max_new_tokens"], max_new_tokens),
+        (
+            "prompts",
+            [prompt["ids_sha256"] for prompt in golden["prompts"]],
+            [prompt.ids_sha256 for prompt in prompts],
+        ),
+    ]
+    for what, before, after in pairs:
+        if before != after:
+            shown = "" if what == "prompts" else f" ({before} there, {after} here)"
+            raise InputError(
+                f"golden file {name} is of another {what}{shown}; its digests say nothing about these runs"
+            )
+
+
+def golden_differences(
+    golden: Mapping[str, Any], description: Mapping[str, Any], prompts: Sequence[PromptRuns]
+) -> list[str]:
+    """Return one sentence per prompt whose first run is not the golden one, then what else is different here."""
+    sentences = []
+    for before, prompt in zip(golden["prompts"], prompts, strict=True):
+        run = prompt.runs[0]
+        if before["tokens"] != run.tokens_digest:
+            sentences.append(f"{prompt.name}: other tokens than in the golden file")
+        elif before["logits"] != run.logits_digest:
+            sentences.append(f"{prompt.name}: the golden file's tokens, other bits in logits")
+    if sentences:
+        odd = differing_keys(Manifest(golden["manifest"]), Manifest(description))
+        sentences += [
+            f"different here: {key} was {before}, is {after}" for key, before, after in odd
+        ]
+    return sentences
+
+
+def _high(share: Share) -> float:
+    return 1.0 if share.interval is None else share.interval.high
+
+
+def _place(description: Mapping[str, Any]) -> str:
+    environment = description.get("environment", {})
+    place = environment.get("gpu", {}).get("name") or environment.get("processor")
+    versions = environment.get("versions", {})
+    return f"engine {description['engine']['name']}, {place}, torch {versions.get('torch')}"

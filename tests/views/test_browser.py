@@ -78,7 +78,7 @@ def test_the_page_draws_and_stays_silent(pairs, chromium, tmp_path):
     assert page.text("#verdict").startswith("Token flipped")
     assert "generated token 12 (step 11)" in page.text("#verdict")
     assert [mark.text for mark in chromium.find_elements("css selector", "mark")] == [",", "."]
-    for picture in ("heatmap", "margin", "boundary"):
+    for picture in ("heatmap", "boundary"):
         assert page.run(f"return document.querySelector('#{picture} .main-svg') !== null")
     drawn = page.run("return document.getElementById('heatmap').data[1].z")
     classes = pairs.make().diff.grids["prefill"].classes.numpy()
@@ -96,7 +96,8 @@ def test_controls_change_the_picture(pairs, chromium, tmp_path):
     page.click("input[value=magnitude]")
     page.wait("document.getElementById('heatmap').data[2].visible === true")
     assert (
-        page.run("return getComputedStyle(document.querySelector('#key .bare')).display") != "none"
+        page.run("return getComputedStyle(document.querySelector('#key li.bare')).display")
+        != "none"
     )
     page.browser.find_element("css selector", "input[value=magnitude]").send_keys("\ue012")  # left
     page.wait("document.getElementById('heatmap').data[2].visible === false")
@@ -138,7 +139,7 @@ def test_pointing_at_a_cell_reads_it(pairs, chromium, tmp_path):
     actions = ActionChains(chromium)
     actions.w3c_actions.pointer_action.click()
     actions.perform()
-    page.wait("document.getElementById('cell').textContent.includes('mlp.up_proj')")
+    page.wait("document.querySelector('#cell h4')?.textContent.includes('mlp.up_proj')")
     page.assert_quiet()
 
 
@@ -250,13 +251,14 @@ def test_a_planted_cell_is_seen_on_the_screen(pairs, chromium, tmp_path):
     grid.classes[617, 403] = int(CoordinateClass.SURVIVING)
     grid.magnitudes[617, 403], grid.ulps[617, 403], grid.surviving[617, 403] = 1.9e-9, 1, 1
     pair = pairs.make(
-        grids={"decode": grid}, first_propagating=None, first_surviving=None, flip=None
+        grids={"decode": grid}, first_propagating=None, first_surviving=None, flip=None, steps=()
     )
     page = Page(chromium, tmp_path, report(pair))
     assert page.seconds < 10
     for width in (1280, 400):
-        page.emulate("light", width, height=3500)
-        time.sleep(0.6)
+        page.emulate("light", width, height=6000)
+        heat = "document.getElementById('heatmap')"
+        page.wait(f"window.innerWidth === {width} && {heat}.dataset.width == {heat}.clientWidth")
         found = chromium.execute_script(
             "const picture = new Image(); picture.src = 'data:image/png;base64,' + arguments[0];"
             "return picture.decode().then(() => {"
@@ -268,6 +270,17 @@ def test_a_planted_cell_is_seen_on_the_screen(pairs, chromium, tmp_path):
             chromium.find_element("css selector", "#heatmap").screenshot_as_base64,
         )
         assert found >= 4, width
+    drawn = (
+        "document.getElementById('heatmap').data[1].z.flat().filter((value) => value === 2).length"
+    )
+    for half in (125, 60, 20, 5, 1):  # embedded columns: four steps each
+        for group in ("row", "layer"):
+            page.run(
+                f"location.hash = 'x={100.5 - half}:{101.5 + half}&group={group}'; "
+                "document.getElementById('heatmap').dataset.width = ''"
+            )
+            page.wait("document.getElementById('heatmap').dataset.width !== ''")
+            assert page.run(f"return {drawn}") == 1, (half, group)
     assert "Max-pooled" in page.text("#badges")
     assert "617" not in page.text("#badges")
     page.assert_quiet()

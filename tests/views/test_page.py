@@ -53,14 +53,14 @@ def test_the_page_answers_in_order(pairs):
         'id="verdict"',
         "Where it started",
         'id="heatmap"',
-        'id="margin"',
+        "How close each choice was",
         'id="boundary"',
         "Surviving roots",
         "Both texts",
         "Manifest keys that differ",
-        'id="coverage"',
         "How to repeat",
         "trace-pair --demo",
+        'id="coverage"',
     ]
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)

@@ -280,7 +280,7 @@ def row_names(cells: Cells) -> list[str]:
 def row_ticks(cells: Cells) -> tuple[list[int], list[str]]:
     """Label every row where there is room, else the first row of every layer."""
     if len(cells.rows) <= LABELLED_ROWS:
-        labels = [plotly_label(clipped(_short(*group[0]), 22)) for group in cells.rows]
+        labels = [plotly_label(clipped(row_tick(*group[0]), 22)) for group in cells.rows]
         return list(range(len(labels))), labels
     values, texts = [], []
     previous: int | None = None
@@ -298,7 +298,8 @@ def _layer(place: Site | int) -> int | None:
     return place if isinstance(place, int) else place.layer
 
 
-def _short(kind: str, place: Site | int) -> str:
+def row_tick(kind: str, place: Site | int) -> str:
+    """Name a row in few characters: ``2 mlp.up_proj``."""
     if isinstance(place, int):
         return f"{place} {'K' if kind == 'key' else 'V'}"
     return row_label(kind, place).removeprefix("layer ")

@@ -6,28 +6,26 @@ compact arrays in a JSON element, drawn by the one embedded copy of plotly.js. N
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import plotly.offline
+from markupsafe import Markup
 
 from fliptrace.numerics import CoordinateClass
 from fliptrace.verdicts import Outcome
 from fliptrace.views import heatmap, palette, templating, wording
 from fliptrace.views.boundary import boundary_figure
+from fliptrace.views.cells import kind_choices, page_cells, phase_data
 from fliptrace.views.document import SCHEMA_VERSION
 from fliptrace.views.escaping import quoted, shown, visible
 from fliptrace.views.interventions_page import figures, section
 from fliptrace.views.interventions_words import gaps as interventions_gaps
 from fliptrace.views.interventions_words import gist as interventions_gist
 from fliptrace.views.keys_values import cache_gist, cache_states
-from fliptrace.views.margin import margin_figure
 from fliptrace.views.origin import started_elsewhere, started_in_shrink
-from fliptrace.views.pooling import Array, Cells, pool
 from fliptrace.views.propagation import (
     propagation_data,
     propagation_figure,
@@ -39,17 +37,18 @@ from fliptrace.views.wording import TokenNames, brief, exact
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-    from markupsafe import Markup
 
     from fliptrace.trace import Trace
     from fliptrace.verdicts import (
         CoordinateDifference,
+        Grid,
         PairDiff,
         RowDifference,
         StepComparison,
         TokenLogit,
     )
     from fliptrace.views.interventions import InterventionReport
+    from fliptrace.views.pooling import Cells
 
 #: Rows of the root table; the rest is counted.
 ROOT_TABLE_ROWS = 200
@@ -57,6 +56,12 @@ ROOT_TABLE_ROWS = 200
 _STYLE_ID = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
 _LEAD = ("flip", "root", "interventions", "cache", "propagation", "statistics")
 _CLOSING = ("coverage", "doubts")
+#: Why what an inherited shrink adds has no figure, by whether operands were kept whole.
+_SEPARABLE = {
+    True: "the adapter's weights are not in a trace",
+    False: "operands were kept as digests",
+}
+_SCRIPTS = ("report.js", "state.js", "rounding.js", "heatmap.js", "cells.js", "propagation.js")
 
 
 def render_report(
@@ -84,11 +89,12 @@ def render_report(
     story = tell_story(diff, reference, candidate, interventions)
     dtype = wording.model_dtype(reference)
     tokens = TokenNames(reference)
-    css = templating.asset("report.css") + templating.asset("propagation.css")
+    css = templating.asset("report.css") + templating.asset("cells.css")
+    css += templating.asset("propagation.css")
     css += templating.asset("interventions.css")
-    script = templating.asset("report.js") + templating.asset("propagation.js")
+    script = Markup("").join(templating.asset(name) for name in _SCRIPTS)
     plotly_script = _plotly()
-    cells = {name: pool(grid) for name, grid in diff.grids.items() if grid.classes.numel()}
+    cells = page_cells(diff)
     coordinate = _first_coordinate(diff)
     caches = cache_states(diff)
     page: str = (
@@ -119,7 +125,9 @@ def render_report(
             ring=heatmap.ROOT_MARKS[diff.first_propagating is not None]
             if diff.first_propagating or diff.first_surviving
             else "",
-            phases=_phases(diff, cells),
+            phases=_phases(cells),
+            kinds=kind_choices(diff),
+            separable=_SEPARABLE[_operands_kept(diff)],
             boundary=_boundary_rows(coordinate, tokens, dtype) if coordinate is not None else None,
             interventions=section(interventions, dtype) if interventions is not None else None,
             steps=[_step(step, diff, caches[step.step]) for step in diff.steps],
@@ -153,8 +161,6 @@ def _led(part: Passage) -> Passage:
 
 
 def _plotly() -> Markup:
-    from markupsafe import Markup
-
     source: str = plotly.offline.get_plotlyjs()
     return Markup(source.replace("\r\n", "\n").replace("\r", "\n"))  # noqa: S704 (pinned by its hash)
 
@@ -207,16 +213,21 @@ def _short_token(token: TokenLogit) -> str:
     return quoted(token.text, 24) if token.text else f"id {token.token_id}"
 
 
-def _phases(diff: PairDiff, cells: dict[str, Cells]) -> list[dict[str, Any]]:
+def _phases(cells: dict[str, tuple[Grid, Cells]]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
             "badge": pooled.badge,
             "unit": "token position" if name == "prefill" else "step",
-            "rows": heatmap.grid_counts(diff.grids[name]),
+            "rows": heatmap.grid_counts(grid),
         }
-        for name, pooled in cells.items()
+        for name, (grid, pooled) in cells.items()
     ]
+
+
+def _operands_kept(diff: PairDiff) -> bool:
+    chart = diff.propagation_chart
+    return chart is not None and chart.operands_kept
 
 
 def _boundary_rows(
@@ -317,7 +328,7 @@ def _manifest(reference: Trace, candidate: Trace) -> list[dict[str, Any]]:
             "candidate": _leaf(after.get(key)),
             "differs": before.get(key) != after.get(key),
         }
-        for key in keys
+        for key in sorted(keys, key=lambda key: before.get(key) == after.get(key))
     ]
 
 
@@ -333,16 +344,19 @@ def _execution(name: str, trace: Trace) -> dict[str, Any]:
 
 def _data(
     diff: PairDiff,
-    cells: dict[str, Cells],
+    cells: dict[str, tuple[Grid, Cells]],
     reference: Trace,
     coordinate: CoordinateDifference | None,
 ) -> dict[str, Any]:
     """Everything that the page's script draws from."""
     return {
         "heatmaps": {
-            name: _heatmap_data(diff, pooled, name, reference) for name, pooled in cells.items()
+            name: phase_data(diff, grid, pooled, reference)
+            for name, (grid, pooled) in cells.items()
         },
-        "margin": _figure_json(margin_figure(diff)) if diff.steps else None,
+        "kinds": kind_choices(diff),
+        "rounded": diff.rounded_dtype,
+        "operands_kept": _operands_kept(diff),
         "boundary": _figure_json(boundary_figure(coordinate, wording.model_dtype(reference)))
         if coordinate is not None
         else None,
@@ -351,30 +365,6 @@ def _data(
         "dark": palette.dark_twins(),
         "classes": {str(int(label)): label.label for label in CoordinateClass},
         "origins": list(heatmap.ORIGIN_NAMES),
-    }
-
-
-def _heatmap_data(diff: PairDiff, cells: Cells, phase: str, reference: Trace) -> dict[str, Any]:
-    flip_step = diff.flip.step if diff.flip is not None else None
-    labels = heatmap.column_labels(cells, phase, reference)
-    figure = heatmap.skeleton(cells, phase, columns=labels, flip_step=flip_step)
-    logarithms = heatmap.logarithms(cells.magnitudes)
-    figure.data[2].update(**heatmap.magnitude_ticks(logarithms))
-    mark = heatmap.root_mark(diff.first_propagating or diff.first_surviving, cells, phase)
-    if mark is not None:
-        figure.data[3].update(x=[mark[1]], y=[mark[0]], visible=True)
-    return {
-        "figure": _figure_json(figure),
-        "rows": heatmap.row_names(cells),
-        "columns": [visible(n) for n in heatmap.column_names(cells, phase, reference, limit=48)],
-        "labels": labels,
-        "shape": list(cells.classes.shape),
-        "pooled": [cells.row_pool, cells.column_pool],
-        "classes": _packed(cells.classes),
-        "magnitudes": _packed(cells.magnitudes.astype(np.float32)),
-        "ulps": _packed(_smallest(cells.ulps)),
-        "origins": _packed(cells.origins),
-        "surviving": _packed(_smallest(cells.surviving)),
     }
 
 
@@ -388,20 +378,3 @@ def _figure_json(figure: go.Figure) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(figure.to_json())
     value["layout"].pop("template", None)
     return value
-
-
-def _smallest(values: Array) -> Array:
-    """Use the smallest type that holds every value; JavaScript has no 64-bit integers in its plain numbers."""
-    largest = int(values.max()) if values.size else 0
-    for dtype in (np.uint8, np.uint16, np.uint32):
-        if largest <= np.iinfo(dtype).max:
-            return values.astype(dtype)
-    return values.astype(np.float64)
-
-
-def _packed(values: Array) -> dict[str, str]:
-    little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"))
-    return {
-        "dtype": values.dtype.name,
-        "base64": base64.b64encode(little.tobytes()).decode("ascii"),
-    }

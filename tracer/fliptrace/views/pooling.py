@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fliptrace.verdicts import Grid
 
 #: Most cells of one phase that a page embeds.
-PAGE_CELLS = 250_000
+PAGE_CELLS = 300_000
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,6 +37,7 @@ class Cells:
         magnitudes: float32, the largest; ulps: int64 likewise.
         origins: int8, as in Grid; root if any member is a root.
         surviving: int64, summed.
+        places: int64, row * columns + column (in the grid) of the worst member: class, then magnitude.
         row_pool: how many rows one group merges at most; column_pool likewise. 1: not pooled.
     """
 
@@ -47,6 +48,7 @@ class Cells:
     ulps: Array
     origins: Array
     surviving: Array
+    places: Array
     row_pool: int
     column_pool: int
 
@@ -100,8 +102,26 @@ def pool(grid: Grid, *, cell_budget: int = PAGE_CELLS) -> Cells:
         ulps=_merge(_array(grid.ulps).astype(np.int64), row_pool, column_pool, np.maximum, 0),
         origins=np.where(first_origin == 9, 0, first_origin).astype(np.int8),
         surviving=_merge(_array(grid.surviving).astype(np.int64), row_pool, column_pool, np.add, 0),
+        places=_worst_places(grid, row_pool, column_pool),
         row_pool=row_pool,
         column_pool=column_pool,
+    )
+
+
+def _worst_places(grid: Grid, row_pool: int, column_pool: int) -> Array:
+    """Return where the worst member of every group is: not observed is worse than equal, then by class and size."""
+    classes = _array(grid.classes).astype(np.float64)
+    places = np.arange(classes.size, dtype=np.int64).reshape(classes.shape)
+    if row_pool == 1 and column_pool == 1:
+        return places
+    badness = np.where(classes == CoordinateClass.EQUAL, -2.0, classes)
+    sizes = np.nan_to_num(_array(grid.magnitudes).astype(np.float64), nan=1e39, posinf=1e39)
+    score = badness * 1e40 + np.minimum(sizes, 1e39)
+    best = _merge(score, row_pool, column_pool, np.maximum, -np.inf)
+    spread = np.repeat(np.repeat(best, row_pool, 0), column_pool, 1)
+    is_best = score == spread[: score.shape[0], : score.shape[1]]
+    return _merge(
+        np.where(is_best, places, classes.size), row_pool, column_pool, np.minimum, classes.size
     )
 
 

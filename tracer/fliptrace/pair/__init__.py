@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fliptrace.pair.bundled import BundledModel, bundled_model
-from fliptrace.pair.engines import load_engine
+from fliptrace.pair.engines import attach, load_engine
 from fliptrace.pair.pair import Pair, diff_traces, load_pair
 from fliptrace.pair.prompts import Prompt, encode_prompt, read_dataset
 from fliptrace.pair.settings import PairSettings
@@ -14,6 +14,7 @@ __all__ = [
     "Pair",
     "PairSettings",
     "Prompt",
+    "attach",
     "bundled_model",
     "diff_traces",
     "encode_prompt",

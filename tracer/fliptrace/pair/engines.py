@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from fliptrace.capture.transformers_engine import TransformersEngine
     from fliptrace.capture.vllm_engine import VllmEngine
 
     LoadedEngine = TransformersEngine | VllmEngine
 
 ENGINES = ("auto", "transformers", "vllm")
+#: The reduction of the vllm engine that leaves every shrink to vLLM's own kernel.
+VLLM_OWN = "vllm-own"
 #: What says nothing to vLLM, and what its CPU build has no choice about.
 _NO_BACKEND = ("sdpa", "CPU_ATTN")
 
@@ -59,6 +63,33 @@ def load_engine(
     return TransformersEngine(
         load_model(model, adapter, device=device, dtype=dtype, attention=attention)
     )
+
+
+def attach(
+    llm: Any, adapter: Any, *, reduction: str = VLLM_OWN, seed: int | None = None
+) -> AbstractContextManager[VllmEngine]:
+    """Trace on a ``vllm.LLM`` that you already have, while inside a ``with`` block.
+
+    >>> with ft.attach(llm, lora_request) as tracer:
+    ...     pair = ft.trace_pair(tracer, prompt="Tom has 3 apples …", reduction="vllm-own")
+
+    Args:
+        llm: made in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), eager, with LoRA, without prefix caching, chunked
+            prefill or asynchronous scheduling; what does not fit is refused with its reason.
+        adapter: the LoRARequest that your own requests use, or the adapter's folder.
+        reduction: how shrinks sum at first; ``vllm-own`` leaves them to vLLM's kernel.
+        seed: arrival schedule of simulated atomics.
+
+    Returns:
+        A context whose value is an engine, for trace_pair and everything else that takes one.
+
+    Raises:
+        InputError, UnsupportedModelError: on entry: something given cannot be used.
+        RecordingError: on entry: the LLM has unfinished requests.
+    """
+    from fliptrace.capture.vllm_engine import attach as attached
+
+    return attached(llm, adapter, reduction=reduction, seed=seed)
 
 
 def _load_vllm(

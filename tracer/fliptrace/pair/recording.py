@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fliptrace.manifest import Manifest
+from fliptrace.pair.engines import VLLM_OWN
 from fliptrace.pair.prompts import Prompt
 from fliptrace.pair.settings import PairSettings
 from fliptrace.store import TraceWriter
@@ -177,5 +178,8 @@ def set_reduction(engine: LoadedEngine, reduction: str, seed: int) -> None:
     """Choose the reduction; the seed counts only where atomics are simulated."""
     from fliptrace_kernels import parse_reduction
 
+    if reduction == VLLM_OWN:
+        engine.set_reduction(reduction)
+        return
     simulated = engine.simulates_atomics and not parse_reduction(reduction).is_repeatable
     engine.set_reduction(reduction, seed if simulated else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fliptrace.errors import InputError
+from fliptrace.pair.engines import VLLM_OWN
 from fliptrace.verdicts import LEVELS
 
 
@@ -70,6 +71,8 @@ class PairSettings:
 def _check_reduction(name: str) -> None:
     from fliptrace_kernels import ReductionError, parse_reduction
 
+    if name == VLLM_OWN:
+        return  # the vllm engine's alone; others refuse it
     try:
         parse_reduction(name)
     except ReductionError as error:

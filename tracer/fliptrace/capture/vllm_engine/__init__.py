@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from fliptrace.capture.vllm_engine.attaching import attach
 from fliptrace.capture.vllm_engine.engine import OWN_REDUCTION, VllmEngine
 from fliptrace.capture.vllm_engine.loading import LoadedLlm, describe_llm, load_llm
 
-__all__ = ["OWN_REDUCTION", "LoadedLlm", "VllmEngine", "describe_llm", "load_llm"]
+__all__ = ["OWN_REDUCTION", "LoadedLlm", "VllmEngine", "attach", "describe_llm", "load_llm"]

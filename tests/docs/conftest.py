@@ -29,6 +29,8 @@ _PLACES = {"MODEL": str(_BUNDLED / "model"), "ADAPTER": str(_BUNDLED / "adapter"
 _MODULES = {
     "trace-pair": "fliptrace.command_line.trace_pair",
     "trace-diff": "fliptrace.command_line.trace_diff",
+    "trace-study": "fliptrace.command_line.trace_study",
+    "trace-check": "fliptrace.command_line.trace_check",
     "trace-intervene": "fliptrace_interventions.command_line.trace_intervene",
 }
 

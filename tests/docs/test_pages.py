@@ -16,6 +16,8 @@ EXECUTED = [
     "how-to/trace-pair.md",
     "how-to/trace-diff.md",
     "how-to/trace-intervene.md",
+    "how-to/trace-study.md",
+    "how-to/trace-check.md",
     "how-to/vllm.md",
     "how-to/bench.md",
     "reading-a-report.md",
@@ -84,12 +86,20 @@ def module_help():
     for name, function in (
         ("fliptrace.command_line.trace_pair", "trace_pair"),
         ("fliptrace.command_line.trace_diff", "trace_diff"),
+        ("fliptrace.command_line.trace_check", "trace_check"),
         ("fliptrace_interventions.command_line.trace_intervene", "trace_intervene"),
     ):
         application = typer.Typer(add_completion=False)
         application.command()(getattr(importlib.import_module(name), function))
         command = typer.main.get_command(application)
         found[function.replace("_", "-")] = {o for p in command.params for o in p.opts} | {"--help"}
+    from fliptrace.command_line.trace_study import COMMANDS
+
+    for name, function in COMMANDS.items():
+        application = typer.Typer(add_completion=False)
+        application.command()(function)
+        command = typer.main.get_command(application)
+        found[f"trace-study {name}"] = {o for p in command.params for o in p.opts} | {"--help"}
     return found
 
 
@@ -108,6 +118,8 @@ def test_options_exist(pages, executed, module_help):
             for words in map(shlex.split, lines):
                 if words[:3] == ["python", "-m", "fliptrace_kernels.bench"]:
                     words[:3] = ["bench"]
+                if words[0] == "trace-study":
+                    words[:2] = [" ".join(words[:2])]
                 if words[0] in module_help:
                     options = {word for word in words if word.startswith("--")}
                     assert options <= module_help[words[0]], words

@@ -15,7 +15,7 @@ import plotly.offline
 from markupsafe import Markup
 
 from fliptrace.numerics import CoordinateClass
-from fliptrace.verdicts import Outcome
+from fliptrace.verdicts import Origin, Outcome
 from fliptrace.views import heatmap, palette, templating, wording
 from fliptrace.views.boundary import boundary_figure
 from fliptrace.views.cells import kind_choices, page_cells, phase_data
@@ -193,13 +193,18 @@ def _facts(
         )
     ]
     row = started_in_shrink(diff)
-    shrink = wording.row_place(row, tokens) if row is not None else "no surviving root"
+    shrink = "nothing differs" if diff.outcome is Outcome.IDENTICAL else "no surviving root"
+    if row is not None:
+        variant = f": a {row.origin}, no root" if row.origin is not Origin.ROOT else ""
+        shrink = f"{wording.row_place(row, tokens)}{variant}"
     facts.append(("Where it started", started_elsewhere(diff) or shrink))
     facts.append(("Keys and values", cache_gist(diff)))
     gaps = len(diff.coverage.not_observed) + len(diff.coverage.missing)
     if interventions is not None:
         facts.append(("What was enough", interventions_gist(interventions)))
         gaps += len(interventions_gaps(interventions))
+    elif flip is not None:
+        facts.append(("What was enough", "not tested: no intervention was run"))
     facts.append(
         (
             "What was not covered",

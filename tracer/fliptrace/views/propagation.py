@@ -295,16 +295,21 @@ def propagation_sentences(diff: PairDiff) -> tuple[str, ...]:
     if chart is None:
         return ()
     nodes = count(len(chart.nodes), "node")
+    roots = any(node.kind is NodeKind.ROOT for node in chart.nodes)
+    start, starts = ("a root", "the roots") if roots else ("where it entered", "what entered")
     shown = {
-        True: f"{nodes} for {count(chart.records, 'differing record')} that lead from a root to the flip.",
-        False: f"No way leads from a root to the flip; {nodes} show the {count(chart.records, 'record')} that the "
-        f"roots can reach.",
-        None: f"{nodes} for the {count(chart.records, 'differing record')} that the roots can reach.",
+        True: f"{nodes} for {count(chart.records, 'differing record')} that lead from {start} to the flip.",
+        False: f"No way leads from {start} to the flip; {nodes} show the {count(chart.records, 'record')} that "
+        f"{starts} can reach.",
+        None: f"{nodes} for the {count(chart.records, 'differing record')} that {starts} can reach.",
     }[chart.reaches_flip]
     sentences = [shown, f"{_MERGED[chart.merged]}; token positions are not told apart."]
     left = []
     if chart.left_out:
-        left.append(f"{count(chart.left_out, 'differing record')} that no such way goes through")
+        lost = (
+            "that no such way goes through" if chart.reaches_flip else f"that {starts} cannot reach"
+        )
+        left.append(f"{count(chart.left_out, 'differing record')} {lost}")
     if chart.latent:
         left.append(f"{count(chart.latent, 'shrink')} whose difference ends in rounding")
     if left:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from fliptrace.analysis.diff import compare
 from fliptrace.analysis.propagation import propagation_graph
+from fliptrace.analysis.separation import Separation, separate
 
-__all__ = ["compare", "propagation_graph"]
+__all__ = ["Separation", "compare", "propagation_graph", "separate"]

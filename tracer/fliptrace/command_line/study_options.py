@@ -111,6 +111,10 @@ ReductionsOption = Annotated[
         rich_help_panel=STUDY,
     ),
 ]
+RepetitionsOption = Annotated[
+    int,
+    typer.Option(help="Of each prompt and reduction.", metavar="N", rich_help_panel=STUDY),
+]
 SeedOption = Annotated[
     int,
     typer.Option(

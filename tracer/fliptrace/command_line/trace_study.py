@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +38,7 @@ from fliptrace.command_line.study_options import (
     RayOption,
     RayWorkersOption,
     ReductionsOption,
+    RepetitionsOption,
     SeedOption,
     SelectOption,
     SummaryJsonOption,
@@ -75,12 +77,7 @@ def repeat(
         ),
     ] = None,
     reduction: ReductionsOption = None,
-    repetitions: Annotated[
-        int,
-        typer.Option(
-            help="Generations per prompt and reduction.", metavar="N", rich_help_panel=STUDY
-        ),
-    ] = 10,
+    repetitions: RepetitionsOption = 10,
     max_new_tokens: Annotated[
         int,
         typer.Option(help="Per generation, at most.", metavar="N", rich_help_panel=STUDY),
@@ -130,7 +127,7 @@ def repeat(
 
 
 def _selection(
-    select: list[str] | None, prompts: int | None, prompt_seed: int, default: int
+    select: list[str] | None, prompts: int | None, prompt_seed: int, default: int | None
 ) -> Selection:
     from fliptrace.studies import Selection
 
@@ -205,7 +202,111 @@ def replay(
     )
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"replay": replay, "repeat": repeat}
+def decide(
+    *,
+    out: FolderOption,
+    csv: Annotated[
+        Path,
+        typer.Option(help="A CSV file with a header line.", metavar="FILE", rich_help_panel=PROMPT),
+    ],
+    question: Annotated[
+        str,
+        typer.Option(help="Asked of every text.", metavar="TEXT", rich_help_panel=PROMPT),
+    ] = "Is this comment toxic?",
+    text_column: Annotated[
+        str,
+        typer.Option(help="The column to judge.", metavar="NAME", rich_help_panel=PROMPT),
+    ] = "text",
+    label_column: Annotated[
+        str,
+        typer.Option(
+            help="What is right: yes, no, true, false, or a number. Empty: no labels.",
+            metavar="NAME",
+            rich_help_panel=PROMPT,
+        ),
+    ] = "label",
+    threshold: Annotated[
+        float,
+        typer.Option(
+            help="From which number on a label is yes.", metavar="X", rich_help_panel=PROMPT
+        ),
+    ] = 0.5,
+    yes: Annotated[
+        str,
+        typer.Option(
+            help="The word whose first token is yes.", metavar="WORD", rich_help_panel=PROMPT
+        ),
+    ] = "yes",
+    no: Annotated[
+        str,
+        typer.Option(help="The same for no.", metavar="WORD", rich_help_panel=PROMPT),
+    ] = "no",
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = DtypeName.AUTO,
+    attention: AttentionOption = AttentionName.SDPA,
+    threads: ThreadsOption = 1,
+    select: SelectOption = None,
+    prompts: PromptsOption = None,
+    prompt_seed: PromptSeedOption = 0,
+    no_chat_template: NoTemplateOption = False,
+    reduction: ReductionsOption = None,
+    repetitions: RepetitionsOption = 10,
+    seed: SeedOption = 0,
+    budget_minutes: BudgetOption = None,
+    ray: RayOption = None,
+    ray_workers: RayWorkersOption = None,
+    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
+    as_json: SummaryJsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,  # noqa: ARG001 (read by run)
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+) -> int:
+    """Decide yes or no N times per text and compare the first time with the others (the paper's table 2).
+
+    The probability of yes is read from the next token's logits, normalised over yes and no; from 0.5 on it is yes.
+    Without --reduction: atomic:8, unsplit and deterministic:8.
+
+    Exit codes: 0 done, or the budget is used up; 1 a reduction that is repeatable by construction did not repeat; 2
+    trouble (one line on stderr).
+    """
+    from fliptrace.studies import DecideStudy
+    from fliptrace.studies.repeat import PAPER_REDUCTIONS
+
+    study = DecideStudy(
+        csv=str(csv),
+        question=question,
+        text_column=text_column,
+        label_column=label_column,
+        threshold=threshold,
+        yes=yes,
+        no=no,
+        model=model_settings(
+            model, adapter, engine, device, dtype, attention, threads, no_chat_template
+        ),
+        selection=_selection(select, prompts, prompt_seed, None),
+        reductions=tuple(reduction or PAPER_REDUCTIONS),
+        repetitions=repetitions,
+        seed=seed,
+    )
+    return run_and_show(
+        study,
+        out,
+        budget_minutes=budget_minutes,
+        ray=ray,
+        ray_workers=ray_workers,
+        as_json=as_json,
+        quiet=quiet,
+    )
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "replay": replay,
+    "repeat": repeat,
+    "decide": decide,
+}
 
 
 def trace_study(
@@ -217,6 +318,8 @@ def trace_study(
     trace-study replay: shrinks executed again on identical inputs (figure 3).
 
     trace-study repeat: greedy generations of one prompt against each other (table 1).
+
+    trace-study decide: yes/no decisions against each other (table 2).
 
     trace-study STUDY --help says what a study takes.
     """

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fliptrace.studies.decide import DecideStudy
     from fliptrace.studies.engines import ModelSettings
     from fliptrace.studies.items import Item
     from fliptrace.studies.repeat import RepeatStudy
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fliptrace.studies.tasks import Selection
 
 _HOMES = {
+    "DecideStudy": "decide",
     "Item": "items",
     "ModelSettings": "engines",
     "RepeatStudy": "repeat",
@@ -32,6 +34,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "DecideStudy",
     "Item",
     "ModelSettings",
     "RepeatStudy",

@@ -1,0 +1,248 @@
+"""trace-study decide: yes/no decisions, N times each: the counterpart of the paper's table 2.
+
+Protocol: the paper, section 5.4. One forward over the prompt gives log-probabilities of the next token; p is that of
+yes, normalised over yes and no, and p >= 0.5 is yes. How much probability the two labels had together is the label
+mass. The read is the same on every engine; vLLM's own structured-decision interface is not asked.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fliptrace.errors import InputError
+from fliptrace.pair.prompts import require_text
+from fliptrace.pair.recording import set_reduction
+from fliptrace.studies.engines import (
+    SEEDS_PER_PROMPT,
+    ModelSettings,
+    describe_engine,
+    encode,
+    identity_of,
+    ids_sha256,
+    is_repeatable,
+    reduction_of,
+)
+from fliptrace.studies.items import Item, Row
+from fliptrace.studies.repeat import PAPER_REDUCTIONS
+from fliptrace.studies.study import Report
+from fliptrace.studies.tasks import Selection
+
+#: Words that a label column may hold; numbers are compared with the threshold.
+_WORDS = {"yes": True, "true": True, "no": False, "false": False}
+
+
+@dataclass(frozen=True, slots=True)
+class DecideStudy:
+    """Settings of a decide study.
+
+    Attributes:
+        csv: a file with a header line.
+        question: asked of every text.
+        text_column: what is judged.
+        label_column: what is right: yes, no, true, false, or a number that means yes from ``threshold`` on; empty for
+            none.
+        threshold: of numbers in the label column.
+        yes: the word whose first token is yes.
+        no: the same for no.
+        model: what runs.
+        selection: which rows.
+        reductions: names, short or long.
+        repetitions: of each decision, at least 2.
+        seed: where schedule seeds begin, on a CPU.
+    """
+
+    csv: str
+    question: str = "Is this comment toxic?"
+    text_column: str = "text"
+    label_column: str = "label"
+    threshold: float = 0.5
+    yes: str = "yes"
+    no: str = "no"
+    model: ModelSettings = field(default_factory=ModelSettings)
+    selection: Selection = field(default_factory=lambda: Selection(count=100))
+    reductions: tuple[str, ...] = PAPER_REDUCTIONS
+    repetitions: int = 10
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The subcommand."""
+        return "decide"
+
+    def identity(self) -> dict[str, Any]:
+        """Return what every row depends on; rows of the file, reductions and repetitions may be added later."""
+        return {
+            "study": self.name,
+            **self.model.identity(),
+            "yes": self.yes,
+            "no": self.no,
+            "seed": self.seed,
+        }
+
+    def items(self) -> list[Item]:
+        """Return one item per row of the file, reduction and repetition.
+
+        Raises:
+            InputError: the file cannot be used, or a setting means nothing.
+        """
+        if not 2 <= self.repetitions <= SEEDS_PER_PROMPT:
+            raise InputError(
+                f"repetitions must be 2 to {SEEDS_PER_PROMPT}: the first is what the others are compared with; got "
+                f"{self.repetitions}"
+            )
+        if self.seed < 0:
+            raise InputError(f"the seed must be 0 or more; got {self.seed}")
+        names = [identity_of(name) for name in self.reductions]
+        return [
+            Item(
+                f"{source} | {reduction} | repetition {repetition}",
+                {
+                    "source": source,
+                    "number": number,
+                    "text": text,
+                    "label": label,
+                    "reduction": reduction,
+                    "repetition": repetition,
+                },
+            )
+            for source, number, text, label in self._read()
+            for reduction in names
+            for repetition in range(self.repetitions)
+        ]
+
+    def _read(self) -> list[tuple[str, int, str, bool | None]]:
+        path = Path(self.csv).expanduser()
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                lines = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise InputError(f"{path} cannot be read as CSV ({error})") from error
+        for column in filter(None, (self.text_column, self.label_column)):
+            if not lines or column not in lines[0]:
+                there = ", ".join(lines[0]) if lines else "no rows"
+                raise InputError(f"{path} has no column {column!r}; it has {there}")
+        found = []
+        for number in self.selection.of(len(lines)):
+            text, source = lines[number][self.text_column] or "", f"row {number}"
+            require_text(text, source)
+            label = lines[number][self.label_column] if self.label_column else None
+            prompt = f"{text}\n\n{self.question} Answer {self.yes} or {self.no}."
+            found.append(
+                (source, number, prompt, None if label is None else self._label(label, source))
+            )
+        return found
+
+    def _label(self, text: str, source: str) -> bool:
+        word = text.strip().lower()
+        if word in _WORDS:
+            return _WORDS[word]
+        try:
+            return float(word) >= self.threshold
+        except ValueError as error:
+            raise InputError(
+                f"{source}: a label is yes, no, true, false or a number; got {text!r}"
+            ) from error
+
+    def open(self) -> DecideWorker:
+        """Load the model."""
+        return DecideWorker(self)
+
+    def report(self, rows: Sequence[Row]) -> Report:
+        """Compare repetition 0 with the others."""
+        from fliptrace.studies.decide_report import decide_report
+
+        return decide_report(self, rows)
+
+
+class DecideWorker:
+    """Reads the next token's probabilities."""
+
+    def __init__(self, study: DecideStudy) -> None:
+        """Load the model and find the two labels' tokens.
+
+        Raises:
+            InputError: yes and no begin with the same token.
+        """
+        self._study = study
+        self._engine = study.model.load()
+        self._yes, self._no = (self._first_token(word) for word in (study.yes, study.no))
+        if self._yes == self._no:
+            raise InputError(
+                f"{study.yes!r} and {study.no!r} begin with the same token ({self._yes}) in this tokenizer; choose "
+                "other words"
+            )
+
+    def _first_token(self, word: str) -> int:
+        ids = self._engine.loaded.tokenizer(word, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise InputError(f"the label {word!r} encodes to no token")
+        return int(ids[0])
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the engine says about itself, the kernels that ran, and the labels' tokens."""
+        described = describe_engine(self._engine, self._study.reductions)
+        described["decisions"] = {
+            "interface": "next-token log-probabilities, read here",
+            "yes_token": self._yes,
+            "no_token": self._no,
+        }
+        return described
+
+    def run(self, item: Item) -> dict[str, Any]:
+        """Decide once."""
+        asked, study, engine = item.arguments, self._study, self._engine
+        prompt = encode(
+            engine, asked["text"], asked["source"], chat_template=study.model.chat_template
+        )
+        seed = study.seed + SEEDS_PER_PROMPT * asked["number"] + asked["repetition"]
+        set_reduction(engine, asked["reduction"], seed)
+        engine.start(prompt.ids)
+        yes, no, mass = decision(engine.step(), self._yes, self._no)
+        simulated = engine.simulates_atomics and not is_repeatable(asked["reduction"])
+        decided = yes >= 0.5
+        label = asked["label"]
+        return {
+            **reduction_of(engine),
+            "seed": seed if simulated else None,
+            "prompt": asked["source"],
+            "number": asked["number"],
+            "repetition": asked["repetition"],
+            "prompt_ids_sha256": ids_sha256(prompt.ids),
+            "prompt_tokens": len(prompt.ids),
+            "yes": yes,
+            "no": no,
+            "label_mass": mass,
+            "decision": decided,
+            "label": label,
+            "correct": None if label is None else decided == label,
+        }
+
+
+def decision(logits: torch.Tensor, yes: int, no: int) -> tuple[float, float, float]:
+    """Return p(yes) and p(no), normalised over the two, and the probability that the two have together.
+
+    Args:
+        logits: [vocabulary], any floating dtype; computed with in FP64.
+        yes: the token of yes.
+        no: the token of no.
+    """
+    logs = torch.log_softmax(logits.detach().cpu().double(), dim=0)
+    pair = logs[[yes, no]]
+    both = torch.softmax(pair, dim=0)
+    return float(both[0]), float(both[1]), float(pair.exp().sum())
+
+
+def pairs_of(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return (repetition 0, repetition r) of the same text and reduction, where both have run."""
+    first = {(row["reduction"], row["prompt"]): row for row in rows if row["repetition"] == 0}
+    return [
+        (first[row["reduction"], row["prompt"]], row)
+        for row in rows
+        if row["repetition"] and (row["reduction"], row["prompt"]) in first
+    ]

@@ -9,23 +9,17 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from fliptrace.errors import FliptraceError, ObserverEffectError
 from fliptrace.verdicts import LEVELS, Outcome
+from fliptrace.views import progress
+
+#: Progress on stderr, as in notebooks and log files.
+progress_bar = progress.progress_bar
 
 IDENTICAL, DIVERGED, TROUBLE, VOID, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -148,31 +142,3 @@ def show_version(wanted: bool) -> None:
         except PackageNotFoundError:
             typer.echo("fliptrace, not installed (run from its sources)")
         raise typer.Exit
-
-
-def _say_nothing(what: str, done: int, total: int) -> None:
-    """Take a report and show nothing."""
-
-
-@contextmanager
-def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress on stderr while inside; nothing when quiet or when stderr is no terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield _say_nothing
-        return
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("loading the model", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield show

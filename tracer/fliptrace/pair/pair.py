@@ -16,7 +16,7 @@ from fliptrace.analysis import compare
 from fliptrace.errors import InputError, StorageError
 from fliptrace.pair.divergence import Divergence
 from fliptrace.store import copy_trace, open_trace
-from fliptrace.trace import Trace
+from fliptrace.trace import Trace, show_traces_with
 from fliptrace.verdicts import Outcome, PairDiff
 
 if TYPE_CHECKING:
@@ -201,6 +201,15 @@ class Pair:
         from fliptrace.views import pair_html
 
         return pair_html(self.diff, self.reference, self.candidate)
+
+
+def _trace_html(trace: Trace) -> str:
+    from fliptrace.views import trace_html
+
+    return trace_html(trace)
+
+
+show_traces_with(_trace_html)
 
 
 def diff_traces(

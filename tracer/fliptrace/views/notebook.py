@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fliptrace.numerics import CoordinateClass
 from fliptrace.views import palette, wording
 from fliptrace.views.escaping import shorten, shown, visible
+from fliptrace.views.folding import fold
 from fliptrace.views.story import tell_story
 from fliptrace.views.texts import pair_texts
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _TABLE = "border-collapse:collapse;margin:.4em 0;font-variant-numeric:tabular-nums"
 _CELL = "text-align:left;padding:.15em .8em .15em 0;vertical-align:top"
 _TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid #8888;padding-left:.8em;margin:.4em 0"
+#: The map: most columns and rows, and the size of a cell in pixels.
+_MAP_COLUMNS, _MAP_ROWS, _CELL_WIDTH, _CELL_HEIGHT = 110, 32, 6, 9
 #: Generated characters shown around the flip.
 _EXCERPT = 240
 
@@ -38,6 +41,7 @@ def pair_html(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
             f"<details{opened}><summary>{escape(passage.heading)}</summary>"
             f'<ul style="margin:.2em 0 .6em">{sentences}</ul></details>'
         )
+    parts.append(map_svg(diff))
     texts = pair_texts(diff, reference, candidate)
     common = texts.common
     if len(common) > _EXCERPT:
@@ -50,6 +54,59 @@ def pair_html(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
         for part in texts.continuations
     ]
     return f'<div class="fliptrace-pair">{"".join(parts)}</div>'
+
+
+def map_svg(diff: PairDiff) -> str:
+    """Draw the folded heatmap as static SVG: layers by positions and steps; "" where every cell is equal."""
+    folded = fold(diff, width=_MAP_COLUMNS, height=_MAP_ROWS)
+    if not folded.phases or not folded.differs:
+        return ""
+    columns = sum(len(phase.columns) for phase in folded.phases) + len(folded.phases) - 1
+    width, height = columns * _CELL_WIDTH, len(folded.rows) * _CELL_HEIGHT
+    marks, start = [], 0
+    for phase in folded.phases:
+        for row, line in enumerate(phase.classes):
+            marks += _runs(line.tolist(), start, row)
+        if phase.root is not None:
+            x, y = (start + phase.root[1] + 0.5) * _CELL_WIDTH, (phase.root[0] + 0.5) * _CELL_HEIGHT
+            marks.append(
+                f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="none" stroke="currentColor" stroke-width="2"/>'
+            )
+        start += len(phase.columns) + 1
+    said = "; ".join(
+        f"{phase.phase} {phase.columns[0][0]} to {phase.columns[-1][-1]}" for phase in folded.phases
+    )
+    hatch = (
+        '<defs><pattern id="fliptrace-hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><path d="M0 0V5" stroke="#888888"/></pattern></defs>'
+    )
+    legend = " ".join(
+        f'<span style="white-space:nowrap"><span style="display:inline-block;width:.8em;height:.8em;'
+        f'background:{colour}"></span> {label.label}</span>'
+        for label, colour in palette.CLASS_COLOURS["light"].items()
+    )
+    return (
+        f'<div class="fliptrace-map"><small>Layers {escape(folded.row_name(0))} to '
+        f"{escape(folded.row_name(len(folded.rows) - 1))}, from above; {escape(said)}; the ring is the first "
+        f"surviving root; hatched: not observed. {legend}</small><br>"
+        f'<svg role="img" aria-label="Map of differences: {escape(said)}" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" style="max-width:100%;height:auto">{hatch}{"".join(marks)}</svg></div>'
+    )
+
+
+def _runs(line: list[int], start: int, row: int) -> list[str]:
+    """Draw one row, equal neighbours as one rectangle."""
+    found, first = [], 0
+    for place in range(1, len(line) + 1):
+        if place == len(line) or line[place] != line[first]:
+            label = CoordinateClass(line[first])
+            fill = palette.CLASS_COLOURS["light"].get(label, "url(#fliptrace-hatch)")
+            found.append(
+                f'<rect x="{(start + first) * _CELL_WIDTH}" y="{row * _CELL_HEIGHT}" '
+                f'width="{(place - first) * _CELL_WIDTH}" height="{_CELL_HEIGHT - 1}" fill="{fill}"/>'
+            )
+            first = place
+    return found
 
 
 def trace_html(trace: Trace) -> str:

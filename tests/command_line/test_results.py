@@ -125,6 +125,36 @@ def test_another_reduction_for_candidates_has_no_roots(ask):
     assert "configuration-variant" in result.out
 
 
+def test_figures_are_written_beside_the_report(ask, typed, tmp_path):
+    """In each format that was asked for; trace-diff needs a folder for them; other formats are refused at once."""
+    result, out = ask("--figures", "svg,png")
+    assert result.code == 0, result.err
+    assert names(out) == sorted([*FILES, "figures"])
+    drawn = [f"{name}.{kind}" for name in ("classes", "heatmap") for kind in ("png", "svg")]
+    assert names(out / "figures") == drawn  # the tiny model's difference is latent: no boundary
+    pair = (out / "reference.trace", out / "candidate.trace")
+    compared = typed("trace-diff", *pair, "--figures", "pdf", "--out", tmp_path / "compared")
+    assert compared.code == 0, compared.err
+    assert names(tmp_path / "compared" / "figures") == ["classes.pdf", "heatmap.pdf"]
+    nowhere = typed("trace-diff", *pair, "--figures", "pdf")
+    assert (nowhere.code, len(nowhere.err.splitlines())) == (2, 1)
+    assert "--out" in nowhere.err
+    wrong, never = ask("--figures", "gif", folder="never")
+    assert (wrong.code, never.exists()) == (2, False)
+    assert "svg, pdf, png" in wrong.err
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_what_is_piped_fits_and_steers_nothing(stored, typed, monkeypatch, columns):
+    """As wide as COLUMNS says and at most 80, no control characters, the map in it."""
+    monkeypatch.setenv("COLUMNS", columns)
+    folder = stored / "pair.pair"
+    result = typed("trace-diff", folder / "reference.trace", folder / "candidate.trace")
+    assert max(map(len, result.out.splitlines())) <= min(80, int(columns))
+    assert all(line.isprintable() for line in result.out.splitlines())
+    assert "\nMap: layers by" in result.out
+
+
 def test_json_is_all_that_stdout_gets(ask):
     """A machine reads stdout whole; it equals report.json."""
     result, out = ask("--json")

@@ -86,7 +86,7 @@ def map_svg(diff: PairDiff) -> str:
         for label, colour in palette.CLASS_COLOURS["light"].items()
     )
     return (
-        f'<div class="fliptrace-map"><small>Layers {escape(folded.row_name(0))} to '
+        f'<div class="fliptrace-map"><small>Map: {escape(folded.row_name(0))} to '
         f"{escape(folded.row_name(len(folded.rows) - 1))}, from above; {escape(said)}; the ring is the first "
         f"surviving root; hatched: not observed. {legend}</small><br>"
         f'<svg role="img" aria-label="Map of differences: {escape(said)}" width="{width}" height="{height}" '

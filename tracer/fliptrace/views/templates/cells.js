@@ -116,12 +116,12 @@ flip.cells = (() => {
       const code = all.indices[n];
       const cached = row.kind !== "shrink";
       kept.push({
+        ...rounding.compare(all.reference[n], all.candidate[n], cached ? "none" : type),
         code, cached, type,
         rank: cached ? null : code,
         head: cached ? Math.floor(code / 65536) : null,
         dimension: cached ? code % 65536 : null,
         position: all.positions ? all.positions[n] : map.positions[found.at],
-        ...rounding.compare(all.reference[n], all.candidate[n], cached ? "none" : type),
       });
     }
     return kept;

@@ -68,8 +68,14 @@ const flip = (() => {
     drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });
   });
   darkQuery.addEventListener("change", drawAll);
-  window.addEventListener("beforeprint", () => { printing = true; drawAll(); });
-  window.addEventListener("afterprint", () => { printing = false; drawAll(); });
+  // The browser asks for pictures while the screen's style still holds: the class brings the light colours forward.
+  const printed = (now) => {
+    printing = now;
+    document.documentElement.classList.toggle("printing", now);
+    return drawAll();
+  };
+  window.addEventListener("beforeprint", () => printed(true));
+  window.addEventListener("afterprint", () => printed(false));
   let settled = 0;
   let lastWidth = window.innerWidth;
   window.addEventListener("resize", () => {

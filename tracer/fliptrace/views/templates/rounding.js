@@ -68,7 +68,9 @@ flip.rounding = (() => {
   // Everything about two FP32 values given by their bits.
   function compare(reference, candidate, type) {
     const values = [floatOf(reference), floatOf(candidate)];
-    const order = (bits) => (bits >>> 31 ? -(bits & 0x7fffffff) : bits);
+    // Counts both zeros: 1 lies between them.
+    const order = (bits) => (bits >>> 31 ? -(bits & 0x7fffffff) - 1 : bits);
+    const order16 = (bits) => (bits & 0x8000 ? -(bits & 0x7fff) - 1 : bits);
     const finite = values.every(Number.isFinite);
     const result = { values, bits: [reference, candidate], ulp: Math.abs(order(reference) - order(candidate)), type };
     if (!Object.hasOwn(TYPES, type)) {
@@ -77,9 +79,10 @@ flip.rounding = (() => {
     const rounded = values.map((value) => round(value, type));
     const places = rounded.map(placeOf);
     const nan = values.some(Number.isNaN);
-    const crossed = nan ? 0 : Math.abs(places[0] - places[1]);
+    const crossed = nan ? 0 : Math.abs(order16(rounded[0]) - order16(rounded[1]));
     let boundary = null;
-    if (!nan && crossed > 0) {
+    if (crossed > 0 && places[0] === places[1]) boundary = null;
+    else if (crossed > 0) {
       const largest = TYPES[type].infinity - 1;
       const up = Math.abs(values[0]) === Infinity || Math.abs(places[0]) > largest ? places[0] > 0 : places[1] > places[0];
       const within = Math.max(-largest, Math.min(largest, places[0]));

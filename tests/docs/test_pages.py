@@ -16,6 +16,7 @@ EXECUTED = [
     "how-to/trace-pair.md",
     "how-to/trace-diff.md",
     "how-to/trace-intervene.md",
+    "how-to/figures.md",
     "how-to/trace-study.md",
     "how-to/trace-check.md",
     "how-to/vllm.md",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import time
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from fliptrace.numerics import CoordinateClass
-from fliptrace.verdicts import Outcome
+from fliptrace.verdicts import LargestElements, Outcome
 from fliptrace.views import IndexRow, heatmap_figure, render_index, render_report
 
 pytestmark = pytest.mark.browser
@@ -286,8 +288,8 @@ def test_a_planted_cell_is_seen_on_the_screen(pairs, chromium, tmp_path):
     page.assert_quiet()
 
 
-def test_a_big_page_is_small_and_quick_enough(pairs, chromium, tmp_path):
-    """28 layers, 7 modules, 512 positions and 1,024 steps, all cells differing: under 15 MB, opens in seconds."""
+def test_a_big_page_is_small_and_quick_enough(pairs, chromium, tmp_path, record_property):
+    """28 layers, 7 modules, 512 positions and 1,024 steps, all cells differing with four values each: under 15 MB."""
     rows = pairs.rows(28)
     grids = {}
     generator = torch.Generator().manual_seed(1)
@@ -298,11 +300,20 @@ def test_a_big_page_is_small_and_quick_enough(pairs, chromium, tmp_path):
         grid.magnitudes[:] = torch.rand(shape, generator=generator)
         grid.ulps[:] = torch.randint(1, 1 << 20, shape, generator=generator)
         grid.surviving[:] = torch.randint(0, 1024, shape, generator=generator)
-        grids[phase] = grid
+        cells = torch.arange(grid.classes.numel()).repeat_interleave(4)
+        values = torch.rand((2, len(cells)), generator=generator)
+        index = torch.arange(len(cells)) % 16
+        places = [each.to(torch.int32) for each in (cells, cells, index, index)]
+        grids[phase] = dataclasses.replace(grid, largest=LargestElements(*places, *values))
     text = report(pairs.make(grids=grids))
     assert len(text.encode()) < 15e6
     page = Page(chromium, tmp_path, text)
-    assert page.seconds < 10  # 3 s on a machine of its own; this one is shared
+    # Wanted: 3 s. Asserted: 10 s, because other work may share the machine.
+    measured = (
+        f"{len(text.encode()) / 1e6:.1f} MB, {page.seconds:.2f} s, load {os.getloadavg()[0]:.1f}"
+    )
+    record_property("opened", measured)  # in the JUnit report
+    assert page.seconds < 10, measured
     page.assert_quiet()
 
 

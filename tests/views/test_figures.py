@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fliptrace import views
 from fliptrace.errors import InputError
 from fliptrace.numerics import CoordinateClass
 from fliptrace.views import boundary_figure, heatmap_figure, margin_figure
@@ -193,6 +196,18 @@ def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
 def test_class_colours_stay_apart_for_the_colour_blind(theme, blindness):
     """Every two classes differ by at least 20 in CIELAB, ten times a just noticeable difference."""
     colours = CLASS_COLOURS[theme].values()
+    points = [lab(colour, BLINDNESS[blindness]) for colour in colours]
+    distances = [float(np.linalg.norm(a - b)) for a, b in itertools.combinations(points, 2)]
+    assert min(distances) > 20, distances
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+@pytest.mark.parametrize("blindness", BLINDNESS)
+def test_origin_colours_stay_apart_for_the_colour_blind(theme, blindness):
+    """Equal, added here, inherited and not separable, as the page's style has them, at least 20 apart."""
+    style = (Path(views.__file__).parent / "templates/report.css").read_text("utf-8")
+    names = ("equal", "added", "inherited", "unknown")
+    colours = [re.findall(rf"--{name}: (#\w+);", style)[theme] for name in names]
     points = [lab(colour, BLINDNESS[blindness]) for colour in colours]
     distances = [float(np.linalg.norm(a - b)) for a, b in itertools.combinations(points, 2)]
     assert min(distances) > 20, distances

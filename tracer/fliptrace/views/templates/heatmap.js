@@ -9,7 +9,7 @@ flip.heatmap = (() => {
   const key = document.getElementById("key");
   const EQUAL = 0;
   const NOT_OBSERVED = -1;
-  const [CELL_PIXELS, LANE, LABELLED_ROWS] = [2, 92, 80];
+  const [CELL_PIXELS, LANE, LABELLED_ROWS, PRINT_HEIGHT] = [2, 92, 80, 600];
   // Codes of origins in the data -> added here, inherited, not separable.
   const ORIGIN_GROUPS = [0, 1, 2, 3, 3];
   const FILTERS = { added: 1, inherited: 2, unknown: 3 };
@@ -173,7 +173,8 @@ flip.heatmap = (() => {
     const width = flip.widthOf(heat);
     const narrow = width < 620;
     const shaded = state.colour === "magnitude" || state.colour === "ulp";
-    const wanted = rows.length <= LABELLED_ROWS ? 14 : Math.max(2, Math.min(6, 1400 / rows.length));
+    const room = rows.length <= LABELLED_ROWS ? 14 : Math.max(2, Math.min(6, 1400 / rows.length));
+    const wanted = flip.isPrinting() ? Math.min(room, PRINT_HEIGHT / rows.length) : room; // on one sheet
     const body = Math.max(70, Math.round(rows.length * wanted));
     const margin = { l: narrow ? 104 : 140, r: narrow ? 8 : 36, t: shaded ? 74 : 24, b: 104 };
     const lane = map.lane;
@@ -220,7 +221,7 @@ flip.heatmap = (() => {
         showgrid: false, zeroline: false, ticks: "outside", anchor: lane ? "y2" : "y",
       },
       yaxis: {
-        range: [...seenRows], ...rowTicks(rows), tickfont: { size: 10 }, showgrid: false, zeroline: false, ticks: "outside",
+        range: [...seenRows], ...rowTicks(rows), tickfont: { size: wanted < 10 && rows.length <= LABELLED_ROWS ? 7 : 10 }, showgrid: false, zeroline: false, ticks: "outside",
         domain: [lane ? (LANE + 14) / plot : 0, 1],
       },
       annotations: [{

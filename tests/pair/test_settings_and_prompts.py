@@ -209,6 +209,8 @@ def test_public_names():
         "PairSettings",
         "Prompt",
         "Trace",
+        "assert_repeatable",
+        "attach",
         "bundled_model",
         "compare",
         "diff_traces",

@@ -67,7 +67,8 @@ def test_a_pair_is_traced_and_the_llm_is_as_before(llm, lora, bundled, tmp_path)
                 "vllm sgmv_shrink"
                 in pair.reference.frame(0, ft.Kind.SHRINK).layout.entries[0].launch
             )
-            assert manifest.get("adapter.sha256") and manifest.get("engine.name") == "vllm"
+            assert manifest.get("adapter.sha256")
+            assert manifest.get("engine.name") == "vllm"
     assert not {"add_shrink", "add_expand"} & set(vars(wrapper))
     model = tracer.host.runner.model
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -36,8 +36,13 @@ class Span:
     notes: tuple[str, ...]
 
 
-def check_identity(reference: Trace, candidate: Trace) -> None:
+def check_identity(reference: Trace, candidate: Trace, *, across_engines: bool = False) -> None:
     """Refuse traces that are not two executions of one computation.
+
+    Args:
+        reference: a trace.
+        candidate: the other.
+        across_engines: allow two engines, which fuse and compute differently.
 
     Raises:
         TraceMismatchError: another model, adapter, prompt or set of sites; the message names the first that differs.
@@ -53,6 +58,15 @@ def check_identity(reference: Trace, candidate: Trace) -> None:
             f"two traces can be compared only when {key} is equal; {reference.name} has {before!r} and "
             f"{candidate.name} has {after!r}{where}; record both with the same model, adapter and prompt"
         )
+    names = engine_names(reference, candidate)
+    if names is not None and across_engines:
+        return
+    if names is not None:
+        raise TraceMismatchError(
+            f"two traces can be compared only when one engine recorded them; {reference.name} is of {names[0]} and "
+            f"{candidate.name} of {names[1]}, which are different computations of one model: no difference between "
+            "them has a root. Ask for it with --across-engines (across_engines=True) to see structure and variants only"
+        )
     before, after = (trace.manifest.get("engine.sites") for trace in (reference, candidate))
     if before is not None and after is not None and before != after:
         raise TraceMismatchError(
@@ -60,6 +74,14 @@ def check_identity(reference: Trace, candidate: Trace) -> None:
             f"{_described(before)} and {candidate.name} has {_described(after)}; record both with the same engine"
         )
     _check_sites_overlap(reference, candidate)
+
+
+def engine_names(reference: Trace, candidate: Trace) -> tuple[str, str] | None:
+    """Return the names of the engines that recorded two traces, None where they are the same or not told."""
+    names = tuple(trace.manifest.get("engine.name") for trace in (reference, candidate))
+    if None in names or names[0] == names[1]:
+        return None
+    return str(names[0]), str(names[1])
 
 
 def _refuse_redacted(reference: Trace, candidate: Trace) -> None:

@@ -7,10 +7,18 @@ frames at once (fliptrace.analysis.evidence).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from fliptrace.analysis.align import Frames, Span, check_identity, compared_span, read_frames
+from fliptrace.analysis.align import (
+    Frames,
+    Span,
+    check_identity,
+    compared_span,
+    engine_names,
+    read_frames,
+)
 from fliptrace.analysis.coordinates import row_difference
 from fliptrace.analysis.coverage import CoverageLedger
 from fliptrace.analysis.evidence import ROOT, VARIANT, StepEvidence, StepReader
@@ -59,6 +67,7 @@ def compare(
     *,
     rounded_dtype: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    across_engines: bool = False,
 ) -> PairDiff:
     """Compare two traces of one prompt on one model.
 
@@ -68,6 +77,8 @@ def compare(
         rounded_dtype: the type at whose boundaries survival is decided, instead of the model's own: ``bfloat16``,
             ``float16`` or ``float32`` (no boundary: every difference survives).
         progress: called with (steps done, steps in all) after every step.
+        across_engines: compare traces of two engines, too; they are different computations, so every difference is
+            structural or a configuration variant, never a root.
 
     Returns:
         Everything that was found, up to and including the first step with different tokens.
@@ -77,8 +88,15 @@ def compare(
         InputError: no such rounded_dtype.
         TraceCorruptError: what is stored does not match its seal.
     """
-    check_identity(reference, candidate)
+    check_identity(reference, candidate, across_engines=across_engines)
     span = compared_span(reference, candidate)
+    engines = engine_names(reference, candidate)
+    if engines is not None:
+        note = (
+            f"The traces are of two engines ({engines[0]} and {engines[1]}), which compute one model differently: "
+            "every difference is structural or a configuration variant, never a root."
+        )
+        span = replace(span, notes=(*span.notes, note))
     walk = PairWalk(reference, candidate, _rounded_dtype(reference, rounded_dtype))
     for number in range(span.steps):
         walk.take(number, number == span.flip)
@@ -133,11 +151,13 @@ class PairWalk:
         self._rounded = dtype_from_name(rounded_dtype)
         own = _model_dtype(reference)
         identities = [trace.manifest.get("reduction.identity") for trace in self._traces]
-        self._same_reduction = identities[0] == identities[1]
+        same_engine = engine_names(reference, candidate) is None
+        self._same_reduction = identities[0] == identities[1] and same_engine
         self._reader = StepReader(
             self._rounded,
             dtype_from_name(own) if own in _ROUNDED_DTYPES else self._rounded,
             self._same_reduction,
+            same_engine,
         )
         self._ledger = CoverageLedger()
         self._grids = GridBuilder(self._rounded)

@@ -141,11 +141,18 @@ class StepEvidence:
 class StepReader:
     """Turns pairs of frames into evidence; remembers layouts between steps."""
 
-    def __init__(self, rounded: torch.dtype, model: torch.dtype, same_reduction: bool) -> None:
+    def __init__(
+        self,
+        rounded: torch.dtype,
+        model: torch.dtype,
+        same_reduction: bool,
+        same_engine: bool = True,
+    ) -> None:
         """Remember the dtype that decides survival, the model's own, and whether reductions are equal."""
         self._rounded = rounded
         self._model = model
         self._same_reduction = same_reduction
+        self._same_engine = same_engine
         self._layouts = LayoutPairs()
         self._sites: dict[int, tuple[LayoutPair, tuple[str, ...], tuple[Tensor, ...]]] = {}
         # Keyed by the pairs' identities, so the pairs are kept: an address is used again once its object is gone.
@@ -197,7 +204,7 @@ class StepReader:
         evidence.operand = self._read_operands(evidence, reference, candidate)
         evidence.projection = self._read_digests(evidence, Kind.PROJECTION, reference, candidate)
         evidence.live &= evidence.projection.differs | ~evidence.projection.known
-        _decide_origins(evidence, self._same_reduction)
+        _decide_origins(evidence, self._same_reduction, self._same_engine)
         before, after = reference.get(Kind.CACHE), candidate.get(Kind.CACHE)
         if before is not None and after is not None:
             pair = self.pair(before, after)
@@ -361,12 +368,16 @@ def _blank(
     )
 
 
-def _decide_origins(evidence: StepEvidence, same_reduction: bool) -> None:
+def _decide_origins(evidence: StepEvidence, same_reduction: bool, same_engine: bool) -> None:
     """Fill classes of structural rows, and origins by the rule of the design, for all rows at once."""
     evidence.classes[~evidence.observed] = int(CoordinateClass.NOT_OBSERVED)
     evidence.classes[evidence.structural] = int(CoordinateClass.STRUCTURAL)
     different = evidence.classes > 0
     if not bool(different.any()):
+        return
+    if not same_engine:
+        # Two engines' operands are never those of one computation: nothing is a root, and nothing inherits from one.
+        evidence.origins = torch.where(different, VARIANT, 0).to(torch.int8)
         return
     variant = evidence.launch_differs | evidence.structural
     if not same_reduction:

@@ -64,7 +64,7 @@ def propagation_graph(reference: Trace, candidate: Trace, diff: PairDiff) -> Any
     from fliptrace.analysis.align import check_identity, compared_span
     from fliptrace.analysis.diff import PairWalk
 
-    check_identity(reference, candidate)
+    check_identity(reference, candidate, across_engines=True)  # the comparison was asked for
     span = compared_span(reference, candidate)
     if span.steps != diff.coverage.steps_compared:
         raise InputError(

@@ -47,6 +47,14 @@ def trace_diff(
             rich_help_panel=COMPARISON,
         ),
     ] = False,
+    across_engines: Annotated[
+        bool,
+        typer.Option(
+            "--across-engines",
+            help="Compare traces of two engines, too: different computations, so no difference is a root.",
+            rich_help_panel=COMPARISON,
+        ),
+    ] = False,
     fail_on: Annotated[
         FailOn, typer.Option(help="What makes the exit code 1.", rich_help_panel=COMPARISON)
     ] = FailOn.TOKEN,
@@ -91,6 +99,7 @@ def trace_diff(
                 first,
                 second,
                 rounded_dtype=str(round_to) if round_to else None,
+                across_engines=across_engines,
                 progress=lambda done, total: show("comparing", done, total),
             )
             page = None

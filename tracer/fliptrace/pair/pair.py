@@ -46,6 +46,7 @@ class Pair:
         rounded_dtype: str | None = None,
         temporary: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
+        across_engines: bool = False,
     ) -> None:
         """Compare two traces.
 
@@ -56,6 +57,7 @@ class Pair:
             rounded_dtype: decide survival at another type's boundary than the model's.
             temporary: the folder that holds the traces; it is removed when the pair is closed or forgotten.
             progress: told (steps done, steps in all) while comparing.
+            across_engines: compare traces of two engines, too; see compare.
 
         Raises:
             TraceMismatchError: the traces cannot be compared.
@@ -71,7 +73,11 @@ class Pair:
             else None
         )
         self.diff: PairDiff = compare(
-            reference, candidate, rounded_dtype=rounded_dtype, progress=progress
+            reference,
+            candidate,
+            rounded_dtype=rounded_dtype,
+            progress=progress,
+            across_engines=across_engines,
         )
 
     @property
@@ -213,7 +219,11 @@ show_traces_with(_trace_html)
 
 
 def diff_traces(
-    reference: str | Path, candidate: str | Path, *, rounded_dtype: str | None = None
+    reference: str | Path,
+    candidate: str | Path,
+    *,
+    rounded_dtype: str | None = None,
+    across_engines: bool = False,
 ) -> Pair:
     """Compare two stored traces; no model is needed.
 
@@ -222,6 +232,7 @@ def diff_traces(
         candidate: another, of the same prompt and model.
         rounded_dtype: decide survival at the boundary of ``bfloat16``, ``float16`` or ``float32`` instead of at that
             of the model's type.
+        across_engines: compare traces of two engines, too; see compare.
 
     Raises:
         TraceReadError: one of them cannot be read.
@@ -230,7 +241,7 @@ def diff_traces(
     with contextlib.ExitStack() as on_error:
         first = on_error.enter_context(open_trace(reference))
         second = on_error.enter_context(open_trace(candidate))
-        pair = Pair(first, second, rounded_dtype=rounded_dtype)
+        pair = Pair(first, second, rounded_dtype=rounded_dtype, across_engines=across_engines)
         on_error.pop_all()
     return pair
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from fliptrace.capture.sources import adapter_folder
-from fliptrace.capture.vllm_engine.engine import OWN_REDUCTION, VllmEngine
+from fliptrace.capture.vllm_engine.engine import VllmEngine
 from fliptrace.capture.vllm_engine.hosting import check_settings, find_host
 from fliptrace.capture.vllm_engine.loading import describe_llm, require_vllm
+from fliptrace.capture.vllm_engine.reductions import OWN_REDUCTION
 from fliptrace.errors import InputError
 
 #: vLLM's number of an adapter that is given by its folder; high, so that it is nobody else's.

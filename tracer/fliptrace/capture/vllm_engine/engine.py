@@ -16,6 +16,7 @@ from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
 from fliptrace.capture.vllm_engine.hooks import consumption, observe, outside
 from fliptrace.capture.vllm_engine.hosting import check_plugin, check_settings, find_host
 from fliptrace.capture.vllm_engine.loading import LoadedLlm
+from fliptrace.capture.vllm_engine.reductions import choose_reduction, describe_reduction
 from fliptrace.capture.vllm_engine.shrinks import (
     AdaptedLayer,
     ShrinkPath,
@@ -25,16 +26,6 @@ from fliptrace.capture.vllm_engine.shrinks import (
 from fliptrace.capture.vllm_engine.stepping import Request, check_ids, check_prompt
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
-from fliptrace_kernels import (
-    ArrivalSchedule,
-    FliptraceKernelsError,
-    ReductionError,
-    launch_configuration,
-    parse_reduction,
-)
-
-#: The reduction's name for whatever shrink vLLM itself runs.
-OWN_REDUCTION = "vllm-own"
 
 
 class VllmEngine:
@@ -176,7 +167,7 @@ class VllmEngine:
         described["model"]["attention"] = ", ".join(backends)
         return {
             **described,
-            "reduction": self._describe_reduction(),
+            "reduction": describe_reduction(self.runtime, self._device),
             "engine": {
                 "name": "vllm",
                 "mode": "eager, one request alone, in process",
@@ -189,31 +180,6 @@ class VllmEngine:
                 "settings_read_in_worker": self.settings,
             },
             "environment": describe_environment(self._device),
-        }
-
-    def _describe_reduction(self) -> dict[str, Any]:
-        reduction, schedule = self.runtime.reduction, self.runtime.schedule
-        if reduction is None:
-            on_cuda = self._device.type == "cuda"
-            return {
-                "identity": OWN_REDUCTION,
-                "description": "vLLM's own operator vllm::lora_shrink"
-                if on_cuda
-                else "vLLM's own shrink: an FP32 einsum of torch",
-                "repeatable_by_construction": False,
-                "schedule": "hardware" if on_cuda else "none",
-                "seed": None,
-            }
-        return {
-            "identity": str(reduction),
-            "description": reduction.describe(),
-            "repeatable_by_construction": reduction.is_repeatable,
-            "schedule": schedule.describe()
-            if schedule
-            else "hardware"
-            if not reduction.is_repeatable
-            else "none",
-            "seed": schedule.seed if schedule else None,
         }
 
     def not_observed(self) -> tuple[str, ...]:
@@ -255,29 +221,11 @@ class VllmEngine:
 
     def set_reduction(self, reduction: str, seed: int | None = None) -> None:
         """Choose the reduction; ``vllm-own`` leaves every shrink to vLLM's own kernel."""
-        if reduction == OWN_REDUCTION:
-            self.runtime.reduction = self.runtime.schedule = None
-            return
-        try:
-            parsed = parse_reduction(reduction)
-            size = int(self.shrink_weight(0).shape[1])
-            launch_configuration(
-                (1, size), [(self.runtime.rank, size)], self._dtype, self._device, parsed
-            )
-        except (ReductionError, FliptraceKernelsError) as error:
-            raise InputError(str(error)) from error
-        if parsed.is_repeatable or not self.simulates_atomics:
-            if seed is not None and not parsed.is_repeatable:
-                raise InputError(
-                    f"a schedule seed simulates arrival orders where there are no real ones; {parsed} on "
-                    f"{self._device} uses the hardware's atomics, so leave the seed out"
-                )
-            schedule = None
-        elif seed is None:
-            raise InputError(f"{parsed} on {self._device} is simulated and needs a schedule seed")
-        else:
-            schedule = ArrivalSchedule(seed)
-        self.runtime.reduction, self.runtime.schedule = parsed, schedule
+        size = int(self.shrink_weight(0).shape[1])
+        shape = (self.runtime.rank, size)
+        self.runtime.reduction, self.runtime.schedule = choose_reduction(
+            reduction, seed, shape, self._dtype, self._device
+        )
 
     def start(self, prompt_ids: Sequence[int]) -> None:
         """Forget the cache and queue a prompt."""

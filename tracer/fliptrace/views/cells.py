@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fliptrace.verdicts import PairDiff
 
 #: Elements of one phase that a page embeds.
-PAGE_ELEMENTS = 60_000
+PAGE_ELEMENTS = 40_000
 _ROOT = 1
 KINDS = {"shrink": "shrinks", "key": "K", "value": "V", "module": "modules"}
 _NOT_RECORDED = {

@@ -113,7 +113,8 @@ def assert_harmless(text: str, tags: set[str], name: str) -> Parsed:
 
 TABLE = {"table", "thead", "tbody", "tr", "th", "td"}
 NOTEBOOK = TABLE | {
-    "div", "p", "strong", "small", "span", "details", "summary", "ul", "li", "br", "mark", "code"
+    "div", "p", "strong", "small", "span", "details", "summary", "ul", "li", "br", "mark", "code",
+    "svg", "defs", "pattern", "rect", "path", "circle", "line", "g", "text", "title",
 }  # fmt: skip
 
 

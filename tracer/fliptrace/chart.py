@@ -112,8 +112,8 @@ class PropagationChart:
         left_out: differing records of the looked-at steps from which no way leads to the flip, or to which none leads
             from a root.
         latent: shrink records whose difference ends in rounding, left out.
-        roots_drawn: root rows with a node of their own; roots: surviving root rows, of the looked-at steps, from which a
-            way leads to the flip (without one, all that left their projection).
+        roots_drawn: root rows with a node of their own; roots: surviving root rows, of the looked-at steps, from
+            which a way leads to the flip (without one, all that left their projection).
         steps_between: steps between the bands' looked-at ones that are drawn only by what they left in the cache.
         operands_kept: both traces hold the operands themselves, not their digests only.
     """

@@ -86,5 +86,11 @@ def test_commands_of_the_installed_distribution_load():
     scripts = importlib.metadata.distribution("fliptrace").entry_points.select(
         group="console_scripts"
     )
-    assert {script.name for script in scripts} == {"trace-pair", "trace-diff", "trace-intervene"}
+    assert {script.name for script in scripts} == {
+        "trace-pair",
+        "trace-diff",
+        "trace-intervene",
+        "trace-study",
+        "trace-check",
+    }
     assert all(callable(script.load()) for script in scripts)

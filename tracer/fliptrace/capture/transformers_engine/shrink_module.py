@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
+from fliptrace.capture.interception import checked_replacement
 from fliptrace.errors import InputError
 from fliptrace_kernels import (
     ArrivalSchedule,
@@ -73,7 +74,7 @@ class Shrink(nn.Module):
             call_key=runtime.step * runtime.site_count + self.index,
         )[0]
         if runtime.interceptor is not None:
-            z = _intercept(runtime.interceptor, self.index, rows, z)
+            z = checked_replacement(runtime.interceptor(self.index, rows, z), self.index, z)
         if runtime.observer is not None:
             runtime.observer.shrink(self.index, x, z, self._launch_of(rows))
         return z
@@ -116,25 +117,6 @@ def check_launch(
         launch_configuration((1, shape[-1]), [shape], dtype, device, reduction)
     except FliptraceKernelsError as error:
         raise InputError(str(error)) from error
-
-
-def _intercept(interceptor: ShrinkInterceptor, index: int, rows: Tensor, z: Tensor) -> Tensor:
-    given: object = interceptor(index, rows, z)
-    if isinstance(given, Tensor) and (given.shape, given.dtype, given.device) == (
-        z.shape,
-        z.dtype,
-        z.device,
-    ):
-        return given
-    got = (
-        f"{given.dtype} {list(given.shape)} on {given.device}"
-        if isinstance(given, Tensor)
-        else type(given).__name__
-    )
-    raise InputError(
-        f"an interceptor must return what it was given for site {index}, or a tensor like it: {z.dtype} "
-        f"{list(z.shape)} on {z.device}; got {got}"
-    )
 
 
 class RoundForExpand(nn.Module):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
-from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
+from fliptrace.capture.interception import checked_replacement
+from fliptrace.errors import RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
 from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
 
@@ -250,7 +251,9 @@ class ShrinkPath:
                 lent = z.contiguous()
                 given = lent
                 if runtime.interceptor is not None:
-                    given = _checked(runtime.interceptor(site, operand, lent), site, lent)
+                    given = checked_replacement(
+                        runtime.interceptor(site, operand, lent), site, lent
+                    )
             if given is not z:
                 z.copy_(given)
             if runtime.observer is not None:
@@ -295,21 +298,3 @@ def own_launch(rows: Tensor, stacked: Sequence[Tensor]) -> dict[str, Any]:
         num_slices=len(stacked),
     )
     return {"kernel": "vllm::lora_shrink", "implementation": "vllm", **configuration}
-
-
-def _checked(given: object, site: int, z: Tensor) -> Tensor:
-    if isinstance(given, Tensor) and (given.shape, given.dtype, given.device) == (
-        z.shape,
-        z.dtype,
-        z.device,
-    ):
-        return given
-    got = (
-        f"{given.dtype} {list(given.shape)} on {given.device}"
-        if isinstance(given, Tensor)
-        else type(given).__name__
-    )
-    raise InputError(
-        f"an interceptor must return what it was given for site {site}, or a tensor like it: {z.dtype} "
-        f"{list(z.shape)} on {z.device}; got {got}"
-    )

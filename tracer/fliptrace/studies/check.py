@@ -19,6 +19,7 @@ from fliptrace.studies.engines import (
     describe_engine,
     identity_of,
     is_repeatable,
+    simulates,
 )
 from fliptrace.studies.journal import replace_file
 from fliptrace.studies.repeatability import PromptRuns, engine_runner, run_rounds
@@ -281,7 +282,7 @@ def run_check(
     result = CheckResult(
         description=description,
         reduction=reduction,
-        simulated=engine.simulates_atomics and not is_repeatable(reduction),
+        simulated=simulates(engine, reduction),
         prompts=prompts,
         rounds=rounds,
         golden=None if golden is None else golden_differences(golden, description, prompts),

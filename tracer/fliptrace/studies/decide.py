@@ -21,12 +21,13 @@ from fliptrace.pair.recording import set_reduction
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
+    check_repeats,
     describe_engine,
     encode,
     identity_of,
     ids_sha256,
-    is_repeatable,
     reduction_of,
+    simulates,
 )
 from fliptrace.studies.items import Item, Row
 from fliptrace.studies.repeat import PAPER_REDUCTIONS
@@ -91,13 +92,7 @@ class DecideStudy:
         Raises:
             InputError: the file cannot be used, or a setting means nothing.
         """
-        if not 2 <= self.repetitions <= SEEDS_PER_PROMPT:
-            raise InputError(
-                f"repetitions must be 2 to {SEEDS_PER_PROMPT}: the first is what the others are compared with; got "
-                f"{self.repetitions}"
-            )
-        if self.seed < 0:
-            raise InputError(f"the seed must be 0 or more; got {self.seed}")
+        check_repeats("repetitions", self.repetitions, self.seed)
         names = [identity_of(name) for name in self.reductions]
         return [
             Item(
@@ -204,12 +199,11 @@ class DecideWorker:
         set_reduction(engine, asked["reduction"], seed)
         engine.start(prompt.ids)
         yes, no, mass = decision(engine.step(), self._yes, self._no)
-        simulated = engine.simulates_atomics and not is_repeatable(asked["reduction"])
         decided = yes >= 0.5
         label = asked["label"]
         return {
             **reduction_of(engine),
-            "seed": seed if simulated else None,
+            "seed": seed if simulates(engine, asked["reduction"]) else None,
             "prompt": asked["source"],
             "number": asked["number"],
             "repetition": asked["repetition"],

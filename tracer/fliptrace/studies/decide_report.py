@@ -10,8 +10,13 @@ from fliptrace.studies.decide import pairs_of
 from fliptrace.studies.engines import identity_of, is_repeatable
 from fliptrace.studies.items import Row
 from fliptrace.studies.results import markdown_table
-from fliptrace.studies.statistics import Share, clustered_share, exact_share, sign_flip_test
-from fliptrace.studies.study import Column, Report, Table
+from fliptrace.studies.statistics import (
+    clustered_share,
+    exact_share,
+    shares_to_json,
+    sign_flip_test,
+)
+from fliptrace.studies.study import Column, Report, Table, unrepeatable_lines
 
 if TYPE_CHECKING:
     from fliptrace.studies.decide import DecideStudy
@@ -94,15 +99,11 @@ def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
         for entry in shown
         if is_repeatable(entry["reduction"]) and entry["changed"].hits
     ]
-    if unrepeatable:
-        lines += [
-            "",
-            f"**{', '.join(unrepeatable)} sums in one order by construction and did not repeat.**",
-        ]
+    lines += unrepeatable_lines(unrepeatable)
     return Report(
         title="Repeated yes/no decisions",
         lines=lines,
-        summary={"study": study.name, "reductions": [_plain(entry) for entry in found]},
+        summary={"study": study.name, "reductions": [shares_to_json(entry) for entry in found]},
         tables=(Table("rows", _COLUMNS, rows),),
         figure=_figure(pairs) if pairs else None,
         unrepeatable=unrepeatable,
@@ -150,13 +151,6 @@ def _of(
         "right": exact_share(sum(scored), len(scored)),
         "mass_mean": math.fsum(masses) / max(1, len(masses)),
         "mass_least": min(masses, default=0.0),
-    }
-
-
-def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.to_json() if isinstance(value, Share) else value
-        for name, value in entry.items()
     }
 
 

@@ -110,6 +110,25 @@ def is_repeatable(reduction: str) -> bool:
     return parse_reduction(reduction).is_repeatable
 
 
+def simulates(engine: Any, reduction: str) -> bool:
+    """Tell whether an engine takes a reduction's arrival orders from a seeded schedule."""
+    return bool(engine.simulates_atomics) and not is_repeatable(reduction)
+
+
+def check_repeats(what: str, count: int, seed: int) -> None:
+    """Check how often something runs, and where its schedule seeds begin.
+
+    Raises:
+        InputError: fewer than two leave nothing to compare; more than SEEDS_PER_PROMPT would share seeds.
+    """
+    if not 2 <= count <= SEEDS_PER_PROMPT:
+        raise InputError(
+            f"{what} must be 2 to {SEEDS_PER_PROMPT}: the first is what the others are compared with; got {count}"
+        )
+    if seed < 0:
+        raise InputError(f"the seed must be 0 or more; got {seed}")
+
+
 def encode(engine: Any, text: str, source: str, *, chat_template: bool) -> Prompt:
     """Encode a prompt and see that it leaves room for a token.
 

@@ -15,13 +15,14 @@ from fliptrace.errors import InputError
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
+    check_repeats,
     describe_engine,
     encode,
     generate_once,
     identity_of,
     ids_sha256,
-    is_repeatable,
     reduction_of,
+    simulates,
 )
 from fliptrace.studies.items import Item, Row
 from fliptrace.studies.study import Report
@@ -75,15 +76,9 @@ class RepeatStudy:
         Raises:
             InputError: a setting that means nothing.
         """
-        if not 2 <= self.repetitions <= SEEDS_PER_PROMPT:
-            raise InputError(
-                f"repetitions must be 2 to {SEEDS_PER_PROMPT}: the first is what the others are compared with; got "
-                f"{self.repetitions}"
-            )
+        check_repeats("repetitions", self.repetitions, self.seed)
         if self.max_new_tokens < 1:
             raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
-        if self.seed < 0:
-            raise InputError(f"the seed must be 0 or more; got {self.seed}")
         load_scorer(self.scorer)
         names = [identity_of(name) for name in self.reductions]
         return [
@@ -144,10 +139,9 @@ class RepeatWorker:
             max_new_tokens=study.max_new_tokens,
         )
         answer, correct = score(made.text, question["gold"], question["row"], self._scorer)
-        simulated = self._engine.simulates_atomics and not is_repeatable(reduction)
         return {
             **reduction_of(self._engine),
-            "seed": seed if simulated else None,
+            "seed": seed if simulates(self._engine, reduction) else None,
             "prompt": question["source"],
             "number": question["number"],
             "repetition": repetition,

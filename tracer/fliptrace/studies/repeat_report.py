@@ -11,10 +11,10 @@ from fliptrace.studies.items import Row
 from fliptrace.studies.repeat import RepeatComparison, comparisons_of
 from fliptrace.studies.results import markdown_table
 from fliptrace.studies.statistics import (
-    Share,
     clustered_share,
     exact_share,
     mcnemar_exact,
+    shares_to_json,
     sign_flip_test,
 )
 from fliptrace.studies.study import Column, Report, Table
@@ -96,7 +96,7 @@ def repeat_report(study: RepeatStudy, rows: Sequence[Row]) -> Report:
         lines=lines,
         summary={
             "study": study.name,
-            "reductions": {name: _plain(entry) for name, entry in found.items()},
+            "reductions": {name: shares_to_json(entry) for name, entry in found.items()},
         },
         tables=(
             Table("rows", ROW_COLUMNS, rows),
@@ -232,13 +232,6 @@ def _quartiles(steps: Sequence[int]) -> str:
     return ", ".join(
         f"{value:g}" for value in plain_statistics.quantiles(steps, n=4, method="inclusive")
     )
-
-
-def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.to_json() if isinstance(value, Share) else value
-        for name, value in entry.items()
-    }
 
 
 def _figure(shown: Sequence[dict[str, Any]]) -> Any:

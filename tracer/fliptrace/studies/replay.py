@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fliptrace.errors import InputError
 from fliptrace.numerics import combine_digests, digest_hex, digest_rows
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
+    check_repeats,
     describe_engine,
     encode,
     identity_of,
     ids_sha256,
     is_repeatable,
+    simulates,
 )
 from fliptrace.studies.items import Item, Row
 from fliptrace.studies.results import markdown_table
 from fliptrace.studies.shrink_replay import PHASES, Forward, Tally, collect, merged, replay_forward
 from fliptrace.studies.statistics import Share, clustered_share, exact_share
-from fliptrace.studies.study import Column, Report, Table
+from fliptrace.studies.study import Column, Report, Table, unrepeatable_lines
 from fliptrace.studies.tasks import Selection, read_questions
 
 if TYPE_CHECKING:
@@ -101,13 +102,7 @@ class ReplayStudy:
         Raises:
             InputError: a setting that means nothing.
         """
-        if not 2 <= self.executions <= SEEDS_PER_PROMPT:
-            raise InputError(
-                f"executions must be 2 to {SEEDS_PER_PROMPT}: the first is what the others are compared with; got "
-                f"{self.executions}"
-            )
-        if self.seed < 0:
-            raise InputError(f"the seed must be 0 or more; got {self.seed}")
+        check_repeats("executions", self.executions, self.seed)
         names = [identity_of(name) for name in self.reductions]
         return [
             Item(
@@ -151,14 +146,13 @@ class ReplayWorker:
         tally = replay_forward(
             forwards[number], reduction, study.executions, dtype=self._engine.dtype, seed=seed
         )
-        simulated = self._engine.simulates_atomics and not is_repeatable(reduction)
         return {
             "prompt": question["source"],
             "number": question["number"],
             "prompt_ids_sha256": ids_hash,
             "prompt_tokens": tokens,
             "operands_digest": digests[number],
-            "seed": seed if simulated else None,
+            "seed": seed if simulates(self._engine, reduction) else None,
             **asdict(tally),
         }
 
@@ -242,11 +236,7 @@ def replay_report(study: ReplayStudy, rows: Sequence[Row]) -> Report:
             if is_repeatable(entry["reduction"]) and entry["tally"].elements_differing
         }
     )
-    if unrepeatable:
-        lines += [
-            "",
-            f"**{', '.join(unrepeatable)} sums in one order by construction and did not repeat.**",
-        ]
+    lines += unrepeatable_lines(unrepeatable)
     return Report(
         title="Shrinks replayed on identical inputs",
         lines=lines,

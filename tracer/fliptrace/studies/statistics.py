@@ -8,7 +8,7 @@ comparisons, too, since a share of a prompt's comparisons is at most the chance 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,14 @@ class Share:
             "sided": None if self.interval is None else self.interval.sided,
             "method": self.method,
         }
+
+
+def shares_to_json(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table's entry with its shares as plain values."""
+    return {
+        name: value.to_json() if isinstance(value, Share) else value
+        for name, value in entry.items()
+    }
 
 
 def exact_interval(hits: int, trials: int, confidence: float = CONFIDENCE) -> Interval:

@@ -66,6 +66,13 @@ class Report:
     unrepeatable: Sequence[str] = field(default=())
 
 
+def unrepeatable_lines(names: Sequence[str]) -> list[str]:
+    """Return what a page says of reductions that had to repeat and did not; nothing when all did."""
+    if not names:
+        return []
+    return ["", f"**{', '.join(names)} sums in one order by construction and did not repeat.**"]
+
+
 class Worker(Protocol):
     """A process that has loaded what the items need."""
 

@@ -9,8 +9,8 @@ import torch
 
 from fliptrace.capture.decoding import choose, generate
 from fliptrace.capture.engine import CacheLayer
+from fliptrace.capture.reductions import check_launch
 from fliptrace.capture.transformers_engine import TransformersEngine, load_model
-from fliptrace.capture.transformers_engine.shrink_module import check_launch
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace_kernels import lora_shrink, parse_reduction
 

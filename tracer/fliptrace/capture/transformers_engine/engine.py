@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer, ShrinkInterceptor
 from fliptrace.capture.environment import describe_environment
+from fliptrace.capture.reductions import choose_reduction, describe_reduction
 from fliptrace.capture.transformers_engine.cache import (
     CacheRow,
     ObservableCache,
@@ -24,11 +25,10 @@ from fliptrace.capture.transformers_engine.shrink_module import (
     Shrink,
     ShrinkRuntime,
     ShrinkThenRound,
-    check_launch,
 )
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
-from fliptrace_kernels import ArrivalSchedule, ReductionError, parse_reduction
+from fliptrace_kernels import parse_reduction
 
 
 class TransformersEngine:
@@ -104,21 +104,9 @@ class TransformersEngine:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """Return the manifest's sections model, adapter, tokenizer, reduction, engine and environment."""
-        reduction = self.runtime.reduction
-        schedule = self.runtime.schedule
         return {
             **self.loaded.description,
-            "reduction": {
-                "identity": str(reduction),
-                "description": reduction.describe(),
-                "repeatable_by_construction": reduction.is_repeatable,
-                "schedule": schedule.describe()
-                if schedule
-                else "hardware"
-                if not reduction.is_repeatable
-                else "none",
-                "seed": schedule.seed if schedule else None,
-            },
+            "reduction": describe_reduction(self.runtime.reduction, self.runtime.schedule),
             "engine": {
                 "name": "transformers",
                 "mode": "eager, batch 1, no padding",
@@ -154,24 +142,10 @@ class TransformersEngine:
 
     def set_reduction(self, reduction: str, seed: int | None = None) -> None:
         """Choose the reduction and, on the CPU, the arrival schedule of ``atomic``."""
-        try:
-            parsed = parse_reduction(reduction)
-        except ReductionError as error:
-            raise InputError(str(error)) from error
         weight = self._shrinks[0].weight
-        check_launch(parsed, tuple(weight.shape), weight.dtype, weight.device)
-        if parsed.is_repeatable or not self.simulates_atomics:
-            if seed is not None and not parsed.is_repeatable:
-                raise InputError(
-                    f"a schedule seed simulates arrival orders where there are no real ones; {parsed} on "
-                    f"{self.device} uses the hardware's atomics, so leave the seed out"
-                )
-            self.runtime.schedule = None
-        elif seed is None:
-            raise InputError(f"{parsed} on {self.device} is simulated and needs a schedule seed")
-        else:
-            self.runtime.schedule = ArrivalSchedule(seed)
-        self.runtime.reduction = parsed
+        self.runtime.reduction, self.runtime.schedule = choose_reduction(
+            reduction, seed, tuple(weight.shape), weight.dtype, weight.device
+        )
 
     @property
     def simulates_atomics(self) -> bool:

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
 from fliptrace.capture.interception import checked_replacement
-from fliptrace.errors import InputError
 from fliptrace_kernels import (
     ArrivalSchedule,
-    FliptraceKernelsError,
     Reduction,
     launch_configuration,
     lora_shrink,
@@ -103,20 +101,6 @@ class Shrink(nn.Module):
             self.runtime.launches[key] = text
         self._last_launch = (shape, strides, reduction, text)
         return text
-
-
-def check_launch(
-    reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Refuse a reduction that cannot run on a model's A [R, K], before a forward does.
-
-    Raises:
-        InputError: its kernel takes no such dtype, or is not available here.
-    """
-    try:
-        launch_configuration((1, shape[-1]), [shape], dtype, device, reduction)
-    except FliptraceKernelsError as error:
-        raise InputError(str(error)) from error
 
 
 class RoundForExpand(nn.Module):

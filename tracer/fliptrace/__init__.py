@@ -11,8 +11,9 @@ Importing this package needs torch alone; everything else is loaded on first use
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fliptrace.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fliptrace.analysis import compare
@@ -71,14 +72,4 @@ __all__ = [
     "trace_pair",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module on first use."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

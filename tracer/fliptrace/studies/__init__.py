@@ -6,8 +6,9 @@ importing this package loads neither scipy, pyarrow, plotly nor ray.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fliptrace.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fliptrace.studies.decide import DecideStudy
@@ -47,14 +48,4 @@ __all__ = [
     "run_study",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

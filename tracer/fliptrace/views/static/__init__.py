@@ -5,8 +5,9 @@ The counterparts of the paper's figures 3 to 6. matplotlib is imported here only
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fliptrace.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fliptrace.views.static.boundary import boundary_picture
@@ -44,14 +45,4 @@ __all__ = [
     "write_picture",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_options import add_engine_options, load_engine
 from intervention_cost import memory, speed
 from intervention_rows import row_of, totals
 from planted_causes import Planted, Planter, describe
@@ -61,7 +62,7 @@ def main() -> int:
 def run_planted(options: argparse.Namespace) -> int:
     """Plant pairs until there are enough, and check what the investigation names."""
     bundled = ft.bundled_model()
-    engine = ft.load_engine(bundled.model, bundled.adapter, device=options.device)
+    engine = load_engine(bundled.model, bundled.adapter, options)
     rows = _known(options.out)
     tried = {row["prompt"] for row in rows}
     for number in _share(range(len(bundled.prompts)), options.shard):
@@ -179,7 +180,7 @@ def check(planted: Planted, pair: Pair, story: Investigation) -> dict[str, Any]:
 
 def run_record(options: argparse.Namespace) -> int:
     """Record divergent pairs into folders of their own."""
-    engine = ft.load_engine(options.model, options.adapter, device=options.device)
+    engine = load_engine(options.model, options.adapter, options)
     prompts = read_dataset(options.dataset, parse_selection(options.select))
     kept = 0
     for source, text in _share(prompts, options.shard):
@@ -209,7 +210,7 @@ def run_record(options: argparse.Namespace) -> int:
 
 def run_pairs(options: argparse.Namespace) -> int:
     """Investigate pairs, one row each."""
-    engine = ft.load_engine(options.model, options.adapter, device=options.device)
+    engine = load_engine(options.model, options.adapter, options)
     rows = _known(options.out)
     seen = {row["pair"] for row in rows}
     for folder in _share(options.pairs, options.shard):
@@ -275,7 +276,7 @@ class _OneBitOff(RecordedExecution):
 
 def run_speed(options: argparse.Namespace) -> int:
     """Time searches beside the same experiments from scratch."""
-    engine = ft.load_engine(options.model, options.adapter, device=options.device)
+    engine = load_engine(options.model, options.adapter, options)
     rows = _known(options.out)
     seen = {row["pair"] for row in rows}
     for folder in _share(options.pairs, options.shard):
@@ -315,7 +316,7 @@ def run_summary(options: argparse.Namespace) -> int:
 
 def run_memory(options: argparse.Namespace) -> int:
     """Watch memory over many interventions."""
-    engine = ft.load_engine(options.model, options.adapter, device=options.device)
+    engine = load_engine(options.model, options.adapter, options)
     with ft.load_pair(options.pairs[0]) as pair:
         print(json.dumps(memory(Workbench(pair, engine), options.count, options.every)))
     return 0
@@ -373,7 +374,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any, *, out: bool = True) -> argparse.ArgumentParser:
         one = commands.add_parser(name)
         one.set_defaults(run=run)
-        one.add_argument("--device", default="auto")
+        add_engine_options(one)
         one.add_argument("--threads", type=int, default=1)
         one.add_argument("--shard", default=WHOLE, metavar="K/N")
         if out:

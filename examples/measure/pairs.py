@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from engine_options import add_engine_options, load_engine
 
 import fliptrace as ft
 from fliptrace.pair.prompts import parse_selection, read_dataset
@@ -37,7 +38,10 @@ def main() -> None:
         "--reductions", nargs="+", default=["atomic:8", "unsplit", "deterministic:8"]
     )
     parser.add_argument(
-        "--attempts", type=int, default=1, help="candidates per prompt under atomic reductions"
+        "--attempts",
+        type=int,
+        default=1,
+        help="candidates per prompt under atomic reductions and vllm-own",
     )
     parser.add_argument(
         "--repeats",
@@ -49,7 +53,7 @@ def main() -> None:
         "--stop-after", type=int, default=0, help="stop a reduction after so many flipped pairs"
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--device", default="auto")
+    add_engine_options(parser)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="save the pages of flipped pairs here")
     parser.add_argument("--out", type=Path, required=True)
@@ -62,7 +66,7 @@ def main() -> None:
         else []
     )
     seen = {(row["prompt"], row["asked"]) for row in known}
-    engine = ft.load_engine(options.model, options.adapter, device=options.device)
+    engine = load_engine(options.model, options.adapter, options)
     for reduction in options.reductions:
         flipped = sum(row["asked"] == reduction and row["flipped"] for row in known)
         for source, text in prompts:
@@ -89,7 +93,7 @@ def measure(
 ) -> dict[str, object]:
     """Record one pair and describe it."""
     started = time.perf_counter()
-    atomic = reduction.startswith("atomic")
+    atomic = reduction.startswith("atomic") or reduction == "vllm-own"
     prompt = ft.encode_prompt(engine.loaded.tokenizer, text, source=source)
     with ft.trace_pair(
         engine,

@@ -174,7 +174,7 @@ def prepare(options: argparse.Namespace) -> tuple[object, object]:
     engine = ft.load_engine(options.model, options.adapter, device=options.device)
     simulated = engine.simulates_atomics and options.reduction.startswith("atomic")
     engine.set_reduction(options.reduction, 1 if simulated else None)
-    return engine, ft.encode_prompt(engine.loaded.tokenizer, QUESTION)
+    return engine, ft.encode_prompt(engine.tokenizer, QUESTION)
 
 
 def device_name(engine: object) -> str:

@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     engine = load_engine(options.model, options.adapter, device="cpu")
-    prompt = encode_prompt(engine.loaded.tokenizer, options.prompt, source="command line")
+    prompt = encode_prompt(engine.tokenizer, options.prompt, source="command line")
     for seed in range(options.references):
         with trace_pair(
             engine,

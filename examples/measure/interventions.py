@@ -107,7 +107,7 @@ def plant_and_search(
     """Plant a pair on one prompt, search it, and compare."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fliptrace-planted-") as folder:
-        prompt = ft.encode_prompt(engine.loaded.tokenizer, text, source=f"bundled row {number}")
+        prompt = ft.encode_prompt(engine.tokenizer, text, source=f"bundled row {number}")
         planter = Planter(engine, prompt, Path(folder), seed=1000 * seed + number)
         found = planter.plant()
         if found is None:
@@ -190,7 +190,7 @@ def run_record(options: argparse.Namespace) -> int:
         if folder.exists():
             kept += 1
             continue
-        prompt = ft.encode_prompt(engine.loaded.tokenizer, text, source=source)
+        prompt = ft.encode_prompt(engine.tokenizer, text, source=source)
         with ft.trace_pair(
             engine,
             prompt=prompt,

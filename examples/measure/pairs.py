@@ -94,7 +94,7 @@ def measure(
     """Record one pair and describe it."""
     started = time.perf_counter()
     atomic = reduction.startswith("atomic") or reduction == "vllm-own"
-    prompt = ft.encode_prompt(engine.loaded.tokenizer, text, source=source)
+    prompt = ft.encode_prompt(engine.tokenizer, text, source=source)
     with ft.trace_pair(
         engine,
         prompt=prompt,

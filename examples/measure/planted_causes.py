@@ -30,7 +30,7 @@ from fliptrace.capture.transformers_engine import TransformersEngine
 from fliptrace.numerics import ordered_integers, round_to
 from fliptrace.numerics.rounding import nearest_boundary
 from fliptrace.pair import Pair, PairSettings, Prompt
-from fliptrace.pair.recording import Run, end_ids_of, record_execution
+from fliptrace.pair.recording import Run, record_execution
 from fliptrace.store import open_trace
 from fliptrace.trace import Kind, Trace
 
@@ -107,7 +107,7 @@ class Planter:
             folder=folder,
             key=None,
             control="not run: the pair is planted",
-            end_ids=frozenset(end_ids_of(engine)),
+            end_ids=engine.end_ids,
         )
         folder.mkdir(parents=True, exist_ok=True)
         self._record("reference")

@@ -74,7 +74,7 @@ def main() -> int:
         model = options.model or bundled.model
         adapter = options.adapter or bundled.adapter
         engine = ft.load_engine(model, adapter, device=options.device)
-        forwards = collect(engine, prompts_of(options, engine.loaded.tokenizer))
+        forwards = collect(engine, prompts_of(options, engine.tokenizer))
         print(f"captured after {time.monotonic() - started:.0f} s", flush=True)
         tallies = [
             tally

@@ -39,6 +39,7 @@ def test_the_bundled_model_end_to_end(run_main, rows_of, tmp_path):
     rows = rows_of(folder)
     digests = {(row["prompt"], row["phase"]): row["operands_digest"] for row in rows}
     assert len(set(digests.values())) == 4
+    assert (folder / "figure.svg").read_text("utf-8").count("<path") > 20
     whole = (folder / "rows.jsonl").read_bytes()
     (folder / "rows.jsonl").write_bytes(whole[: len(whole) // 2])
     assert run_main(trace_study.main, *ARGUMENTS, "--out", folder).code == 0

@@ -118,6 +118,16 @@ class Engine(Protocol):
         """How many positions the model has, None when it does not say."""
         ...
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers makes it: it turns prompts into ids and has the chat template."""
+        ...
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a generation: the generation configuration's, else the tokenizer's; may be empty."""
+        ...
+
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the manifest's sections that the engine knows, as read in the process that runs."""
         ...

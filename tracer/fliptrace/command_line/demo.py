@@ -69,9 +69,7 @@ def _search(settings: PairSettings, output: Output) -> tuple[Pair | None, int]:
             engine = load_engine(bundled.model, bundled.adapter, device="cpu")
             for row in DEMO_ROWS:
                 source = f"bundled prompt {row}"
-                prompt = encode_prompt(
-                    engine.loaded.tokenizer, bundled.prompts[row].text, source=source
-                )
+                prompt = encode_prompt(engine.tokenizer, bundled.prompts[row].text, source=source)
 
                 def tell(what: str, done: int, total: int, source: str = source) -> None:
                     show(f"{source}: {what}", done, total)

@@ -13,7 +13,6 @@ from fliptrace.command_line.options import (
     MODEL,
     OUTPUT,
     PROMPT,
-    AttentionName,
     DtypeName,
     EngineName,
 )
@@ -62,8 +61,12 @@ DtypeOption = Annotated[
     DtypeName, typer.Option(help="The type in which the model computes.", rich_help_panel=MODEL)
 ]
 AttentionOption = Annotated[
-    AttentionName,
-    typer.Option(help="Which attention of transformers runs.", rich_help_panel=MODEL),
+    str,
+    typer.Option(
+        help="sdpa or eager; with --engine vllm the name of its backend, such as TRITON_ATTN (sdpa leaves it to vLLM).",
+        metavar="NAME",
+        rich_help_panel=MODEL,
+    ),
 ]
 ThreadsOption = Annotated[
     int,
@@ -177,7 +180,7 @@ def model_settings(
     engine: EngineName,
     device: str,
     dtype: DtypeName,
-    attention: AttentionName,
+    attention: str,
     threads: int,
     no_chat_template: bool,
 ) -> ModelSettings:
@@ -190,7 +193,7 @@ def model_settings(
         engine=str(engine),
         device=device,
         dtype=str(dtype),
-        attention=str(attention),
+        attention=attention,
         chat_template=not no_chat_template,
         threads=threads,
     )

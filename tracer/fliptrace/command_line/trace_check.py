@@ -12,7 +12,6 @@ from fliptrace.command_line.options import (
     OUTPUT,
     PROMPT,
     SEARCH,
-    AttentionName,
     DebugOption,
     DtypeName,
     EngineName,
@@ -45,7 +44,7 @@ def trace_check(
     engine: EngineOption = EngineName.AUTO,
     device: DeviceOption = "auto",
     dtype: DtypeOption = DtypeName.AUTO,
-    attention: AttentionOption = AttentionName.SDPA,
+    attention: AttentionOption = "sdpa",
     threads: ThreadsOption = 1,
     prompt: Annotated[
         list[str] | None,

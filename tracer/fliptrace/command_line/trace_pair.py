@@ -327,7 +327,7 @@ def _encode(
     from fliptrace.pair import encode_prompt
 
     prompts = [
-        encode_prompt(engine.loaded.tokenizer, text, chat_template=chat_template, source=source)
+        encode_prompt(engine.tokenizer, text, chat_template=chat_template, source=source)
         for source, text in texts
     ]
     for prompt in prompts:

@@ -147,20 +147,6 @@ def not_observed(engine: LoadedEngine, settings: PairSettings) -> tuple[str, ...
     return tuple(sentences)
 
 
-def end_ids_of(engine: LoadedEngine) -> set[int]:
-    """Return the ids that end a generation: the generation configuration's, or the tokenizer's."""
-    known = getattr(engine, "end_ids", None)
-    if known is not None:
-        return set(known)
-    model = getattr(engine, "model", None)
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if configured is None:
-        configured = getattr(engine.loaded.tokenizer, "eos_token_id", None)
-    if configured is None:
-        return set()
-    return set(configured) if isinstance(configured, (list, tuple)) else {int(configured)}
-
-
 def recorder_options(run: Run) -> RecorderOptions:
     """Return what the recorder is to keep."""
     from fliptrace.capture.recorder import RecorderOptions

@@ -19,7 +19,6 @@ from fliptrace.pair.prompts import Prompt, encode_prompt, require_text
 from fliptrace.pair.recording import (
     Progress,
     Run,
-    end_ids_of,
     record_execution,
     recorder_options,
     set_reduction,
@@ -94,7 +93,7 @@ def trace_pair(
     encoded = (
         prompt
         if isinstance(prompt, Prompt)
-        else encode_prompt(model.loaded.tokenizer, prompt, chat_template=chat_template)
+        else encode_prompt(model.tokenizer, prompt, chat_template=chat_template)
     )
     if directory is not None:
         folder = Path(directory)
@@ -129,7 +128,7 @@ def _trace_in(
         settings=settings,
         folder=folder,
         key=secrets.token_bytes(32) if settings.redact else None,
-        end_ids=frozenset(end_ids_of(engine)),
+        end_ids=engine.end_ids,
     )
     report = progress or _say_nothing
     reference, candidate, attempts = _search(run, report)

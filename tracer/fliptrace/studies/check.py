@@ -14,6 +14,7 @@ from typing import Any
 
 from fliptrace.errors import InputError, RecordingError
 from fliptrace.manifest import Manifest, differing_keys
+from fliptrace.pair.engines import VLLM_OWN
 from fliptrace.studies.engines import (
     ModelSettings,
     describe_engine,
@@ -45,8 +46,9 @@ class CheckSettings:
 
     Attributes:
         model: what runs.
-        reduction: a name; None for what vLLM's own kernel does, or atomic:8 with the bundled model, on whose short
-            sums vLLM's 64 splits leave next to nothing to reorder.
+        reduction: a name; None for vLLM's own kernel on the vllm engine, elsewhere for what that kernel does
+            (atomic:vllm), or atomic:8 with the bundled model, on whose short sums vLLM's 64 splits leave next to
+            nothing to reorder.
         prompts: texts; empty for the built-in ones, or bundled problems with the bundled model.
         rounds: runs of each prompt, at most.
         seconds: begin no further round beyond; two always run.
@@ -66,6 +68,8 @@ class CheckSettings:
     def chosen_reduction(self) -> str:
         """The reduction's identity, the default filled in."""
         default = "atomic:8" if self.model.model is None else "atomic:vllm"
+        if self.model.engine == "vllm":
+            default = VLLM_OWN
         return identity_of(self.reduction or default)
 
     def texts(self) -> tuple[str, ...]:

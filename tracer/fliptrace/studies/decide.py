@@ -174,7 +174,7 @@ class DecideWorker:
             )
 
     def _first_token(self, word: str) -> int:
-        ids = self._engine.loaded.tokenizer(word, add_special_tokens=False)["input_ids"]
+        ids = self._engine.tokenizer(word, add_special_tokens=False)["input_ids"]
         if not ids:
             raise InputError(f"the label {word!r} encodes to no token")
         return int(ids[0])

@@ -1,7 +1,6 @@
 """Engines for studies: how one is loaded, what it says about itself, and one greedy generation on it.
 
-Studies know engines by fliptrace.capture.engine.Engine and load them by name; what they need beyond the protocol, the
-tokenizer and the ids that end a generation, is asked for here and nowhere else.
+Studies know engines by fliptrace.capture.engine.Engine and load them by name.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 
 from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
-from fliptrace.pair.engines import load_engine
+from fliptrace.pair.engines import VLLM_OWN, load_engine
 from fliptrace.pair.prompts import Prompt, encode_prompt
-from fliptrace.pair.recording import end_ids_of, set_reduction
+from fliptrace.pair.recording import set_reduction
 from fliptrace_kernels import FliptraceKernelsError, parse_reduction
 
 if TYPE_CHECKING:
@@ -94,11 +93,13 @@ class ModelSettings:
 
 
 def identity_of(reduction: str) -> str:
-    """Return a reduction's long name, the same for its short one.
+    """Return a reduction's long name, the same for its short one; ``vllm-own`` is its own.
 
     Raises:
         InputError: there is none of that name.
     """
+    if reduction == VLLM_OWN:
+        return VLLM_OWN
     try:
         return str(parse_reduction(reduction))
     except FliptraceKernelsError as error:
@@ -106,13 +107,13 @@ def identity_of(reduction: str) -> str:
 
 
 def is_repeatable(reduction: str) -> bool:
-    """Tell whether a reduction sums in one order by construction."""
-    return parse_reduction(reduction).is_repeatable
+    """Tell whether a reduction sums in one order by construction; of vLLM's own shrink nothing is known here."""
+    return reduction != VLLM_OWN and parse_reduction(reduction).is_repeatable
 
 
 def simulates(engine: Any, reduction: str) -> bool:
     """Tell whether an engine takes a reduction's arrival orders from a seeded schedule."""
-    return bool(engine.simulates_atomics) and not is_repeatable(reduction)
+    return reduction != VLLM_OWN and bool(engine.simulates_atomics) and not is_repeatable(reduction)
 
 
 def check_repeats(what: str, count: int, seed: int) -> None:
@@ -135,9 +136,7 @@ def encode(engine: Any, text: str, source: str, *, chat_template: bool) -> Promp
     Raises:
         InputError: empty, or too long.
     """
-    prompt = encode_prompt(
-        engine.loaded.tokenizer, text, chat_template=chat_template, source=source
-    )
+    prompt = encode_prompt(engine.tokenizer, text, chat_template=chat_template, source=source)
     limit = engine.context_length
     if limit is not None and len(prompt.ids) >= limit:
         raise InputError(
@@ -205,7 +204,7 @@ def generate_once(
         engine,
         prompt.ids,
         max_new_tokens=max_new_tokens,
-        end_ids=end_ids_of(engine),
+        end_ids=engine.end_ids,
         on_choice=on_choice,
     )
     return Generation(

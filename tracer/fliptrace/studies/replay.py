@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fliptrace.errors import InputError
 from fliptrace.numerics import combine_digests, digest_hex, digest_rows
+from fliptrace.pair.engines import VLLM_OWN
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
@@ -32,6 +34,7 @@ from fliptrace.studies.study import Column, Report, Table, unrepeatable_lines
 from fliptrace.studies.tasks import Selection, read_questions
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Picture
     from plotly.graph_objects import Figure
 
 REDUCTIONS = ("atomic:8", "atomic:vllm", "unsplit", "deterministic:8", "local:32")
@@ -104,6 +107,11 @@ class ReplayStudy:
         """
         check_repeats("executions", self.executions, self.seed)
         names = [identity_of(name) for name in self.reductions]
+        if VLLM_OWN in names:
+            raise InputError(
+                f"replay executes shrinks outside of a model, where {VLLM_OWN} is nothing; atomic:vllm sums as vLLM's "
+                "kernel does"
+            )
         return [
             Item(
                 f"{question.source} | {phase} | {reduction}",
@@ -243,6 +251,7 @@ def replay_report(study: ReplayStudy, rows: Sequence[Row]) -> Report:
         summary={"study": study.name, "reductions": [_plain(entry) for entry in found]},
         tables=(Table("rows", _COLUMNS, rows),),
         figure=_figure(found) if found else None,
+        picture=_picture(found) if found else None,
         unrepeatable=unrepeatable,
     )
 
@@ -268,6 +277,12 @@ def _of(reduction: str, phase: str, rows: Sequence[Row]) -> dict[str, Any]:
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:
     shares = {name: value.to_json() for name, value in entry.items() if isinstance(value, Share)}
     return {**asdict(entry["tally"]), "shares": shares}
+
+
+def _picture(found: Sequence[dict[str, Any]]) -> Picture:
+    from fliptrace.views.static import replay_picture
+
+    return replay_picture([asdict(entry["tally"]) for entry in found])
 
 
 def _figure(found: Sequence[dict[str, Any]]) -> Figure:

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from fliptrace.studies.running import StudyResult
 
 PAGE_NAME, FIGURE_NAME, SUMMARY_NAME = "table.md", "figure.html", "summary.json"
+PICTURE_NAME = "figure.svg"
 
 
 def write_results(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) -> None:
-    """Write table.md, summary.json, figure.html and one Parquet file per table.
+    """Write table.md, summary.json, figure.html, figure.svg where there is one, and one Parquet file per table.
 
     Raises:
         StorageError: something cannot be written.
@@ -32,6 +33,10 @@ def write_results(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) ->
         from fliptrace.studies.figures import page_of
 
         replace_file(folder / FIGURE_NAME, page_of(result.report.figure, result.report.title))
+    if result.report.picture is not None:
+        from fliptrace.views.static import write_picture
+
+        write_picture(result.report.picture, folder / PICTURE_NAME)
 
 
 def page_lines(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) -> list[str]:

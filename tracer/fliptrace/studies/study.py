@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fliptrace.studies.items import Item, Row
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Picture
     from plotly.graph_objects import Figure
 
 
@@ -55,6 +56,7 @@ class Report:
         summary: the same figures as JSON values.
         tables: for Parquet.
         figure: a plotly figure, None where there is nothing to draw yet.
+        picture: the same for print, a matplotlib figure; None where the study has none.
         unrepeatable: reductions that are repeatable by construction and did not repeat.
     """
 
@@ -63,6 +65,7 @@ class Report:
     summary: Mapping[str, Any]
     tables: Sequence[Table]
     figure: Figure | None = None
+    picture: Picture | None = None
     unrepeatable: Sequence[str] = field(default=())
 
 

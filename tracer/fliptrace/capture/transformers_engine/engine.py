@@ -102,6 +102,21 @@ class TransformersEngine:
         """The dtype to which shrinks are rounded."""
         return self.loaded.dtype
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.loaded.tokenizer
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a generation."""
+        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        if configured is None:
+            configured = getattr(self.tokenizer, "eos_token_id", None)
+        if configured is None:
+            return frozenset()
+        return frozenset(configured if isinstance(configured, (list, tuple)) else [int(configured)])
+
     def describe(self) -> dict[str, dict[str, Any]]:
         """Return the manifest's sections model, adapter, tokenizer, reduction, engine and environment."""
         return {

@@ -155,6 +155,11 @@ class VllmEngine:
         return self._limit
 
     @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.loaded.tokenizer
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Ids that end a generation."""
         return self.loaded.end_ids

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fliptrace.capture.arena import Arena
 from fliptrace.sites import Site
 
 #: Called with (site index, operand rows [T, K], shrink [T, R] FP32) before the shrink is handed to expand; returns what
@@ -62,6 +63,45 @@ class Observer(Protocol):
 
     def end_step(self, logits: Tensor) -> None:
         """The forward is over; logits [vocabulary] of the last row, in the head's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlots:
+    """Room that an observer lends for what a forward over one token reports.
+
+    Attributes:
+        arena: whose slots these are.
+        shrinks: number of each site's slot for its shrink [1, R].
+        operands: likewise for its operand [1, 1, K].
+        projections: likewise for its projection [1, 1, N].
+        caches: layer -> number of the slot for its key row [kv_heads, 1, head_dim]; the value row's is the next.
+        every_operand: each site's operand is wanted; else that of one site of those that read the same.
+    """
+
+    arena: Arena
+    shrinks: range
+    operands: range
+    projections: range
+    caches: Mapping[int, int]
+    every_operand: bool
+
+
+@runtime_checkable
+class SlotObserver(Protocol):
+    """An observer that lets an engine fill its slots instead of telling it of every record by a call."""
+
+    def row_slots(self) -> RowSlots | None:
+        """Return room for the forward that began, None where each record must be reported by its own call."""
+        ...
+
+    def slots_filled(self, launches: Sequence[str], sources: Sequence[int]) -> None:
+        """Everything lies in the slots now.
+
+        Args:
+            launches: per site.
+            sources: per site the site whose slot holds its operand.
+        """
+        ...
 
 
 class ConsumptionAudit(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fliptrace.capture.cache_digest import RollingCacheDigest
 from fliptrace.capture.decoding import Choice
-from fliptrace.capture.engine import Engine
+from fliptrace.capture.engine import Engine, RowSlots
 from fliptrace.capture.frames import OperationLayouts, operation_frames, single_frame, tensor_bytes
 from fliptrace.capture.step_capture import (
     ArenaCapture,
@@ -144,6 +144,24 @@ class Recorder:
             raise RecordingError(f"layer {layer} cached rows twice in step {self._step}")
         self._cached.add(layer)
         self._running().cache_rows(layer, keys, values)
+
+    def row_slots(self) -> RowSlots | None:
+        """Lend the decode capture's slots; see fliptrace.capture.engine.SlotObserver."""
+        arena = self._arena
+        return arena.row_slots if arena is not None and self._capture is arena else None
+
+    def slots_filled(self, launches: Sequence[str], sources: Sequence[int]) -> None:
+        """An engine filled the slots of this step.
+
+        Raises:
+            RecordingError: no slots were lent for it.
+        """
+        if self._arena is None or self._capture is not self._arena:
+            raise RecordingError(f"slots were filled in step {self._step}, for which none were lent")
+        self._arena.filled(sources)
+        self._launches = list(launches)
+        self._projected = [True] * len(self._sites)
+        self._cached = set(self._keys.cache_layers)
 
     def operation(self, key: str, is_module: bool, inputs: Tensor, outputs: Tensor) -> None:
         """A module or functional operation ran."""

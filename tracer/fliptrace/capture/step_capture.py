@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fliptrace.capture.arena import Arena, Slot
 from fliptrace.capture.cache_digest import cache_row_digests
+from fliptrace.capture.engine import RowSlots
 from fliptrace.capture.frames import TOP_LOGITS, logits_frames, tensor_bytes, top_logits
 from fliptrace.numerics.digest import (
     digest_rows,
@@ -210,6 +211,14 @@ class ArenaCapture:
         self._cache_place = {
             layer: starts[1] + 2 * number for number, layer in enumerate(keys.cache_layers)
         }
+        self.row_slots = RowSlots(
+            self.arena,
+            range(starts[0], starts[1]),
+            range(starts[2], starts[3]),
+            range(starts[3], starts[4]),
+            self._cache_place,
+            operands,
+        )
         exported = starts[3] if operands else starts[2]
         self._exported_bytes = self.arena.starts_bytes[exported] if exported < starts[-1] else 0
         self._layouts = self._make_layouts(shrinks, caches, operand_slots)
@@ -262,6 +271,10 @@ class ArenaCapture:
         place = self._cache_place[layer]
         self.arena.slots[place].copy_(keys)
         self.arena.slots[place + 1].copy_(values)
+
+    def filled(self, sources: Sequence[int]) -> None:
+        """An engine filled the slots itself; ``sources`` names per site the site whose slot holds its operand."""
+        self._sources = list(sources)
 
     def finish(self, logits: Tensor) -> CapturedStep:
         """See StepCapture. Nothing here waits for the device."""

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer, ShrinkInterceptor
+from fliptrace.capture.engine import (
+    CacheLayer,
+    ConsumptionAudit,
+    Observer,
+    ShrinkInterceptor,
+    SlotObserver,
+)
 from fliptrace.capture.environment import describe_environment
 from fliptrace.capture.vllm_engine import cache as paged_cache
 from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
@@ -22,7 +28,9 @@ from fliptrace.capture.vllm_engine.shrinks import (
     ShrinkPath,
     ShrinkRuntime,
     adapted_layers,
+    numbered,
 )
+from fliptrace.capture.vllm_engine.slot_filling import SlotFiller
 from fliptrace.capture.vllm_engine.stepping import Request, check_ids, check_prompt
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
@@ -38,7 +46,7 @@ class VllmEngine:
     def __init__(
         self, loaded: LoadedLlm, *, reduction: str = "unsplit", seed: int | None = None
     ) -> None:
-        """Look the engine over and stand before its shrinks; ``close`` takes everything off again.
+        """Look the engine over; it is touched only while a step of ours runs, and ``close`` ends the request.
 
         Args:
             loaded: from load_llm or describe_llm.
@@ -65,7 +73,8 @@ class VllmEngine:
         self._windows = {layer.number: layer.window for layer in self.paged}
         self._pending: tuple[int, ...] | None = None
         self._ready = False
-        self._observed = False
+        self._watched = False
+        self._filler: SlotFiller | None = None
         self._layers: list[AdaptedLayer] = []
         self._not_observed: list[str] = []
         self.runtime = ShrinkRuntime(None, loaded.rank, 0)
@@ -80,7 +89,6 @@ class VllmEngine:
         prove_layouts(self.paged)
         self._load_adapter()
         self._path = ShrinkPath(self._wrapper, self._layers, self.runtime)
-        self._path.install()
         try:
             self._settle_order()
             self.set_reduction(reduction, seed)
@@ -266,19 +274,41 @@ class VllmEngine:
             runtime.observer.begin_step(runtime.step, self._request.length, ids)
         # A forward that fails leaves a cache that nothing may go on from.
         self._ready = False
-        runtime.rows, runtime.fired = len(ids), []
+        filler = self._filler_of(ids)
+        runtime.rows, runtime.fired, runtime.filler = len(ids), [], filler
         try:
-            logits = self._request.forward(ids, runtime.step)
+            if filler is not None:
+                filler.begin()
+            stands = self._path.is_needed
+            with self._path.standing(filler) if stands else contextlib.nullcontext():
+                logits = self._request.forward(ids, runtime.step)
         finally:
-            runtime.rows = 0
+            runtime.rows, runtime.filler = 0, None
         with outside():
             logits = logits.clone()
-            self._check_fired()
+            if filler is not None:
+                runtime.observer.slots_filled(*filler.finish())  # type: ignore[union-attr]
+            elif stands:
+                self._check_fired()
             if runtime.observer is not None:
                 runtime.observer.end_step(logits)
         self._ready = True
         runtime.step += 1
         return logits
+
+    def _filler_of(self, ids: tuple[int, ...]) -> SlotFiller | None:
+        """Return what fills the observer's slots in this forward, where slots are lent and nobody else watches."""
+        runtime = self.runtime
+        observer = runtime.observer
+        alone = runtime.interceptor is None and runtime.audit is None and not self._watched
+        if len(ids) != 1 or not alone or not isinstance(observer, SlotObserver):
+            return None
+        slots = observer.row_slots()
+        if slots is None:
+            return None
+        if self._filler is None or self._filler.slots is not slots:
+            self._filler = SlotFiller(self._path, self._layers, self.paged, slots)
+        return self._filler
 
     def _check_fired(self) -> None:
         expected = list(range(len(self.sites)))
@@ -308,7 +338,7 @@ class VllmEngine:
         finally:
             for handle in handles:
                 handle.remove()
-            self.runtime.observer = None
+            self.runtime.observer = self._filler = None
 
     @contextlib.contextmanager
     def intercepted(self, interceptor: ShrinkInterceptor) -> Iterator[None]:
@@ -394,43 +424,18 @@ class VllmEngine:
 
     def _settle_order(self) -> None:
         """Run one token to learn in which order the forward runs the layers, and that each runs once."""
-        order = list(self._layers)
-        seen: list[int] = []
         manager = self.host.runner.lora_manager._adapter_manager
-        own = self._path.layers
-
-        class Order:
-            """Notes which layers are looked up."""
-
-            def get(self, key: tuple[int, ...]) -> AdaptedLayer | None:
-                layer = own.get(key)
-                if layer is not None:
-                    seen.append(order.index(layer))
-                return None
-
         self._begin((0,))
-        self._path.layers = Order()  # type: ignore[assignment]
         self.runtime.rows = 1
         try:
-            self._request.forward((0,), 0)
+            order = self._path.order_in(lambda: self._request.forward((0,), 0))
         finally:
             self.runtime.rows = 0
-            self._path.layers = own
             self._ready = False
-        if sorted(seen) != list(range(len(order))):
-            odd = next(number for number in range(len(order)) if seen.count(number) != 1)
-            raise UnsupportedModelError(
-                f"every LoRA layer must run exactly once in a forward; {order[odd].name} ran {seen.count(odd)} times "
-                "(a layer that is skipped or shared cannot be traced)"
-            )
         number = self.loaded.lora_request.lora_int_id
         if number not in manager.lora_index_to_id:
             raise RecordingError("vLLM did not activate the adapter for its request")
         self.runtime.slot = manager.lora_index_to_id.index(number)
         self._request.end()
-        first, self._layers = 0, []
-        for place in seen:
-            layer = order[place]
-            self._layers.append(AdaptedLayer(layer.name, layer.module, layer.slices, first))
-            first += len(layer.slices)
+        self._layers = numbered(order)
         self._path.layers = {layer.key: layer for layer in self._layers}

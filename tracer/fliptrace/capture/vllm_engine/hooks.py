@@ -39,9 +39,9 @@ def observe(
     ]
     handles += [
         layer.module.register_forward_pre_hook(
-            _new_rows(layer, runtime, observer), with_kwargs=True
+            _new_rows(number, layer, runtime, observer), with_kwargs=True
         )
-        for layer in paged
+        for number, layer in enumerate(paged)
     ]
     return handles
 
@@ -49,25 +49,32 @@ def observe(
 def _projections(layer: AdaptedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
     def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
         rows = runtime.rows
-        if not rows:
+        if not rows or runtime.filler is not None:
             return
         whole = output[0] if isinstance(output, tuple) else output
-        whole = whole.reshape(-1, whole.shape[-1])[:rows]
         with outside():
+            kept = whole.reshape(-1, whole.shape[-1])[:rows].clone().unsqueeze(0)
             for offset, part in enumerate(layer.slices):
-                observer.projection(
-                    layer.first + offset, whole[:, part.columns].clone().unsqueeze(0)
-                )
+                observer.projection(layer.first + offset, kept[..., part.columns])
 
     return hook
 
 
-def _new_rows(layer: PagedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
+def _new_rows(
+    number: int, layer: PagedLayer, runtime: ShrinkRuntime, observer: Observer
+) -> Any:
     def hook(_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         rows = runtime.rows
         if not rows:
             return
+        filler = runtime.filler
+        if filler is not None and len(arguments) > 2:
+            filler.cache_rows(number, arguments[1], arguments[2])
+            return
         given = dict(zip(("query", "key", "value"), arguments, strict=False)) | keywords
+        if filler is not None:
+            filler.cache_rows(number, given["key"], given["value"])
+            return
         keys, values = (_heads_first(given.get(name), layer, rows) for name in ("key", "value"))
         with outside():
             observer.cache_rows(layer.number, keys, values)

@@ -2,14 +2,15 @@
 
 vLLM's LoRA layers hand their work to one object per model, the punica wrapper: ``add_shrink`` fills FP32 buffers and
 ``add_expand`` rounds and uses them. Eager, both are plain calls, on the CPU and on CUDA (where ``add_shrink`` calls the
-operator ``vllm::lora_shrink``). They are shadowed on that one object while an engine is open, so that every shrink can
-be computed under a chosen reduction, observed and replaced before expand reads it. A call is told by the addresses of
-its weights, which vLLM allocates once per layer.
+operator ``vllm::lora_shrink``). They are shadowed on that one object while a forward runs that somebody watches, or whose
+shrinks vLLM does not compute itself; so every shrink can be computed under a chosen reduction, observed and replaced
+before expand reads it. A call is told by the addresses of its weights, which vLLM allocates once per layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,7 @@ class ShrinkRuntime:
         audit: is told of every shrink by its consumer, else None.
         launches: descriptions of launches by everything that shapes them.
         fired: sites that ran in this forward.
+        filler: fills the observer's slots in this forward, instead of calls; None for calls.
     """
 
     reduction: Reduction | None
@@ -94,6 +96,7 @@ class ShrinkRuntime:
     audit: ConsumptionAudit | None = None
     launches: dict[Any, str] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
+    filler: Any = None
 
 
 def adapted_layers(manager: Any, adapter_id: int) -> tuple[list[AdaptedLayer], list[str]]:
@@ -144,30 +147,88 @@ def adapted_layers(manager: Any, adapter_id: int) -> tuple[list[AdaptedLayer], l
     return layers, unseen
 
 
+def numbered(layers: Sequence[AdaptedLayer]) -> list[AdaptedLayer]:
+    """Number the sites of layers, which are given in the order in which the forward runs them."""
+    first, result = 0, []
+    for layer in layers:
+        result.append(AdaptedLayer(layer.name, layer.module, layer.slices, first))
+        first += len(layer.slices)
+    return result
+
+
 class ShrinkPath:
-    """Stands on a punica wrapper in the place of ``add_shrink`` and ``add_expand``."""
+    """Stands on a punica wrapper in the place of ``add_shrink`` and ``add_expand`` while a forward runs."""
 
     def __init__(
         self, wrapper: Any, layers: Sequence[AdaptedLayer], runtime: ShrinkRuntime
     ) -> None:
-        """Know the layers; ``install`` puts it in place."""
+        """Know the layers; ``standing`` puts it in place."""
         self.wrapper = wrapper
         self.runtime = runtime
-        self._own_shrink = wrapper.add_shrink
-        self._own_expand = wrapper.add_expand
+        self.own_shrink = wrapper.add_shrink
+        self.own_expand = wrapper.add_expand
         self.layers: Mapping[tuple[int, ...], AdaptedLayer] = {layer.key: layer for layer in layers}
         self.buffers: dict[int, AdaptedLayer] = {}
         self.site_count = sum(len(layer.slices) for layer in layers)
+        self._weights: dict[tuple[int, int], list[Tensor]] = {}
 
-    def install(self) -> None:
-        """Shadow the two methods on this object; its class stays as it is."""
-        self.wrapper.add_shrink = self.add_shrink
-        self.wrapper.add_expand = self.add_expand
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything computes, watches or replaces shrinks; vLLM's own are left alone else."""
+        runtime = self.runtime
+        return not (
+            runtime.reduction is None
+            and runtime.observer is None
+            and runtime.interceptor is None
+            and runtime.audit is None
+        )
+
+    @contextlib.contextmanager
+    def standing(self, stand_in: Any = None) -> Iterator[None]:
+        """Shadow the two methods on this object while inside; its class stays as it is.
+
+        Args:
+            stand_in: whose ``add_shrink`` and ``add_expand`` are called instead; None for this path's own.
+        """
+        chosen = stand_in or self
+        self.wrapper.add_shrink = chosen.add_shrink
+        self.wrapper.add_expand = chosen.add_expand
+        try:
+            yield
+        finally:
+            self.remove()
 
     def remove(self) -> None:
         """Uncover the class's methods."""
         for name in ("add_shrink", "add_expand"):
             vars(self.wrapper).pop(name, None)
+
+    def order_in(self, run: Callable[[], object]) -> list[AdaptedLayer]:
+        """Return the layers in the order in which a forward runs them.
+
+        Args:
+            run: runs it, by vLLM's own shrinks.
+
+        Raises:
+            UnsupportedModelError: a layer does not run exactly once.
+        """
+        layers = list(self.layers.values())
+        seen: list[AdaptedLayer] = []
+        notes = _Notes(self, seen)
+        with self.standing(notes):
+            run()
+        for layer in layers:
+            if seen.count(layer) != 1:
+                raise UnsupportedModelError(
+                    f"every LoRA layer must run exactly once in a forward; {layer.name} ran {seen.count(layer)} times "
+                    "(a layer that is skipped or shared cannot be traced)"
+                )
+        return seen
+
+    @staticmethod
+    def key_of(stacked: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return what tells a layer's calls from those of others."""
+        return weights_key(stacked)
 
     def add_shrink(
         self, y: Any, x: Tensor, lora_a_stacked: Any, scale: float, **keywords: Any
@@ -176,22 +237,18 @@ class ShrinkPath:
         runtime = self.runtime
         layer = self.layers.get(weights_key(lora_a_stacked)) if runtime.rows else None
         if layer is None:
-            self._own_shrink(y, x, lora_a_stacked, scale, **keywords)
+            self.own_shrink(y, x, lora_a_stacked, scale, **keywords)
             return
         rows = x.view(-1, x.shape[-1])[: runtime.rows]
         if rows.shape[0] != runtime.rows:
             raise RecordingError(
                 f"{layer.name} shrinks {rows.shape[0]} rows in a forward over {runtime.rows} tokens"
             )
-        if self._without_adapter():
-            raise RecordingError(
-                f"step {runtime.step} runs without the adapter (vLLM's mapping of rows names none), so there is no "
-                "shrink to record"
-            )
+        self.require_adapter()
         if runtime.reduction is None:
-            self._own_shrink(y, x, lora_a_stacked, scale, **keywords)
+            self.own_shrink(y, x, lora_a_stacked, scale, **keywords)
         else:
-            self._reduce(layer, y, rows, lora_a_stacked, scale)
+            self.reduce(layer, y, rows, lora_a_stacked, scale)
         self.buffers = {id(y): layer}
         if runtime.observer is None and runtime.interceptor is None:
             runtime.fired.extend(range(layer.first, layer.first + len(layer.slices)))
@@ -207,24 +264,40 @@ class ShrinkPath:
                 for offset, part in enumerate(layer.slices):
                     z = x[part.part][: self.runtime.rows, : self.runtime.rank]
                     audit.shrink_consumed(layer.first + offset, z.contiguous())
-        self._own_expand(y, x, *arguments, **keywords)
+        self.own_expand(y, x, *arguments, **keywords)
 
-    def _without_adapter(self) -> bool:
+    def require_adapter(self) -> None:
+        """Refuse a forward that vLLM runs without the adapter.
+
+        Raises:
+            RecordingError: it does.
+        """
         wrapper = self.wrapper
         mapping = getattr(wrapper, "token_mapping_meta", None)
-        if mapping is not None:
-            return bool(mapping.no_lora_flag_cpu[0])
-        return bool(getattr(wrapper, "no_lora", False))
+        without = (
+            bool(mapping.no_lora_flag_cpu[0])
+            if mapping is not None
+            else bool(getattr(wrapper, "no_lora", False))
+        )
+        if without:
+            raise RecordingError(
+                f"step {self.runtime.step} runs without the adapter (vLLM's mapping of rows names none), so there is "
+                "no shrink to record"
+            )
 
-    def _reduce(
+    def reduce(
         self, layer: AdaptedLayer, y: Any, rows: Tensor, stacked: Sequence[Tensor], scale: float
     ) -> None:
         """Sum under the chosen reduction; slices that the adapter has no weights for give zeros."""
         runtime = self.runtime
-        weights = [weight[runtime.slot, 0] for weight in stacked]
+        weights = self._weights.get((layer.first, runtime.slot))
+        if weights is None:
+            weights = [weight[runtime.slot, 0] for weight in stacked]
+            self._weights[layer.first, runtime.slot] = weights
         reduction: Any = runtime.reduction
         if rows.device.type == "cuda":
-            lora_shrink(rows, weights, reduction=reduction, scale=scale, out=y[:, : runtime.rows])
+            out = y if y.shape[1] == runtime.rows else y[:, : runtime.rows]
+            lora_shrink(rows, weights, reduction=reduction, scale=scale, out=out)
             return
         for offset, part in enumerate(layer.slices):
             z = lora_shrink(
@@ -240,14 +313,15 @@ class ShrinkPath:
     def _show(self, layer: AdaptedLayer, y: Any, rows: Tensor, stacked: Sequence[Tensor]) -> None:
         """Show the shrinks to interceptor and observer, and put in what the interceptor returned."""
         runtime = self.runtime
+        # vLLM runs under inference mode, whose tensors have no version counters; observers read them.
+        with torch.inference_mode(False), torch.no_grad():
+            operand = rows.clone()
+            shown = operand.unsqueeze(0)  # one object, so that an observer sees that all slices read it
         for offset, part in enumerate(layer.slices):
             site = layer.first + offset
             runtime.fired.append(site)
             z = y[part.part][: runtime.rows, : runtime.rank]
-            # vLLM runs under inference mode, whose tensors have no version counters; observers read them.
             with torch.inference_mode(False), torch.no_grad():
-                if offset == 0:
-                    operand = rows.clone()
                 lent = z.contiguous()
                 given = lent
                 if runtime.interceptor is not None:
@@ -258,10 +332,10 @@ class ShrinkPath:
                 z.copy_(given)
             if runtime.observer is not None:
                 with torch.inference_mode(False), torch.no_grad():
-                    launch = self._launch_of(rows, stacked, part)
-                    runtime.observer.shrink(site, operand.unsqueeze(0), given, launch)
+                    launch = self.launch_of(rows, stacked, part)
+                    runtime.observer.shrink(site, shown, given, launch)
 
-    def _launch_of(self, rows: Tensor, stacked: Sequence[Tensor], part: Slice) -> str:
+    def launch_of(self, rows: Tensor, stacked: Sequence[Tensor], part: Slice) -> str:
         """Describe a launch in one line: what really runs, and the operand's strides."""
         runtime = self.runtime
         key = (runtime.reduction, rows.shape, rows.stride(), stacked[0].shape, len(stacked))
@@ -280,6 +354,20 @@ class ShrinkPath:
             text = " ".join([*words, f"operand_strides={tuple(rows.stride())}"])
             runtime.launches[key] = text
         return text
+
+
+class _Notes:
+    """Stands in to note which layers run."""
+
+    def __init__(self, path: ShrinkPath, seen: list[AdaptedLayer]) -> None:
+        self._path, self._seen = path, seen
+        self.add_expand = path.own_expand
+
+    def add_shrink(self, y: Any, x: Tensor, stacked: Any, scale: float, **keywords: Any) -> None:
+        layer = self._path.layers.get(weights_key(stacked))
+        if layer is not None:
+            self._seen.append(layer)
+        self._path.own_shrink(y, x, stacked, scale, **keywords)
 
 
 def own_launch(rows: Tensor, stacked: Sequence[Tensor]) -> dict[str, Any]:

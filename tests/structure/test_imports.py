@@ -36,6 +36,7 @@ HOMES = {
     "typer": {"fliptrace.command_line", "fliptrace.views", "fliptrace_interventions.command_line"},
     "vllm": {
         "fliptrace.capture.vllm_engine",
+        "fliptrace.studies.engine_process_vllm",
         "fliptrace_interventions.reproduce",
         "fliptrace_kernels.bench.vllm_kernel",
         "fliptrace_kernels.vllm_plugin",

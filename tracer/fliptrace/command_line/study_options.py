@@ -25,7 +25,7 @@ from fliptrace.command_line.running import (
 )
 
 if TYPE_CHECKING:
-    from fliptrace.studies import ModelSettings, Study
+    from fliptrace.studies import ModelSettings, Selection, Study
     from fliptrace.studies.running import Executor
 
 STUDY = "Study"
@@ -83,8 +83,8 @@ NoTemplateOption = Annotated[
 TaskOption = Annotated[
     str,
     typer.Option(
-        help="Where prompts come from: bundled, gsm8k:PATH (fields question, answer) or jsonl:PATH (fields prompt "
-        "and, if scored, answer).",
+        help="Where prompts come from: bundled, gsm8k:PATH (fields question, answer), mbpp:PATH (its test split) or "
+        "jsonl:PATH (fields prompt and, if scored, answer).",
         metavar="TASK",
         rich_help_panel=PROMPT,
     ),
@@ -199,6 +199,17 @@ def model_settings(
     )
 
 
+def selection_of(
+    select: list[str] | None, prompts: int | None, prompt_seed: int, default: int | None
+) -> Selection:
+    """Return the rows that were named, or as many as are to be drawn."""
+    from fliptrace.studies import Selection
+
+    if select:
+        return Selection(tuple(select), prompts, prompt_seed)
+    return Selection((), default if prompts is None else prompts, prompt_seed)
+
+
 def run_and_show(
     study: Study,
     out: Path,
@@ -209,6 +220,7 @@ def run_and_show(
     as_json: bool,
     quiet: bool,
     command: Sequence[str] | None = None,
+    executor: Executor | None = None,
 ) -> int:
     """Run a study, print its page or summary, and return the exit code.
 
@@ -219,18 +231,18 @@ def run_and_show(
     from fliptrace.studies.results import PAGE_NAME
     from fliptrace.studies.running import run_here
 
-    executor: Executor = run_here
+    chosen = executor or run_here
     if ray is not None:
         from fliptrace.studies.ray_workers import ray_executor
 
-        executor = ray_executor(ray, ray_workers)
+        chosen = ray_executor(ray, ray_workers)
     try:
         with progress_bar(quiet or as_json) as show:
             result = run_study(
                 study,
                 out,
                 budget_minutes=budget_minutes,
-                executor=executor,
+                executor=chosen,
                 command=command or ["trace-study", *sys.argv[1:]],
                 progress=show,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ from fliptrace.command_line.options import (
     VersionOption,
 )
 from fliptrace.command_line.running import TROUBLE, fail, one_line, run
+from fliptrace.command_line.study_batch import batch
 from fliptrace.command_line.study_options import (
     STUDY,
     AdapterOption,
@@ -45,11 +46,9 @@ from fliptrace.command_line.study_options import (
     ThreadsOption,
     model_settings,
     run_and_show,
+    selection_of,
 )
 from fliptrace.errors import InputError
-
-if TYPE_CHECKING:
-    from fliptrace.studies import Selection
 
 
 def repeat(
@@ -75,6 +74,14 @@ def repeat(
             rich_help_panel=PROMPT,
         ),
     ] = None,
+    run_programs: Annotated[
+        bool,
+        typer.Option(
+            "--run-programs",
+            help="With mbpp, run generated programs against their tests, in a sandbox; else they are only compared.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = False,
     reduction: ReductionsOption = None,
     repetitions: RepetitionsOption = 10,
     max_new_tokens: Annotated[
@@ -107,12 +114,13 @@ def repeat(
             model, adapter, engine, device, dtype, attention, threads, no_chat_template
         ),
         task=task,
-        selection=_selection(select, prompts, prompt_seed, 20),
+        selection=selection_of(select, prompts, prompt_seed, 20),
         reductions=tuple(reduction or PAPER_REDUCTIONS),
         repetitions=repetitions,
         max_new_tokens=max_new_tokens,
         seed=seed,
         scorer=scorer,
+        run_programs=run_programs,
     )
     return run_and_show(
         study,
@@ -123,16 +131,6 @@ def repeat(
         as_json=as_json,
         quiet=quiet,
     )
-
-
-def _selection(
-    select: list[str] | None, prompts: int | None, prompt_seed: int, default: int | None
-) -> Selection:
-    from fliptrace.studies import Selection
-
-    if select:
-        return Selection(tuple(select), prompts, prompt_seed)
-    return Selection((), default if prompts is None else prompts, prompt_seed)
 
 
 def replay(
@@ -185,7 +183,7 @@ def replay(
             model, adapter, engine, device, dtype, attention, threads, no_chat_template
         ),
         task=task,
-        selection=_selection(select, prompts, prompt_seed, 10),
+        selection=selection_of(select, prompts, prompt_seed, 10),
         reductions=tuple(reduction or REDUCTIONS),
         executions=executions,
         seed=seed,
@@ -285,7 +283,7 @@ def decide(
         model=model_settings(
             model, adapter, engine, device, dtype, attention, threads, no_chat_template
         ),
-        selection=_selection(select, prompts, prompt_seed, None),
+        selection=selection_of(select, prompts, prompt_seed, None),
         reductions=tuple(reduction or PAPER_REDUCTIONS),
         repetitions=repetitions,
         seed=seed,
@@ -302,6 +300,7 @@ def decide(
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
+    "batch": batch,
     "replay": replay,
     "repeat": repeat,
     "decide": decide,
@@ -319,6 +318,8 @@ def trace_study(
     trace-study repeat: greedy generations of one prompt against each other (table 1).
 
     trace-study decide: yes/no decisions against each other (table 2).
+
+    trace-study batch: generations in batches of several sizes against each other (table 3).
 
     trace-study STUDY --help says what a study takes.
     """

@@ -1,0 +1,186 @@
+"""How the engines of a study are made: one set of arguments for all, so that they differ in their shrink alone."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fliptrace.errors import InputError
+from fliptrace.studies.engine_process import (
+    WITHOUT_PLUGIN,
+    EngineProcess,
+    EngineProcessError,
+    engine_options,
+    environment,
+    file_name,
+    inside,
+)
+
+MODES = ("auto", "graphs", "compiled", "eager")
+_ENGINES = ("auto", "vllm")
+#: Answers that take longer are taken for an engine that hangs.
+ANSWER_SECONDS = 600.0
+
+
+def default_scratch() -> str:
+    """Return where logs and caches of engines go unless another folder is named."""
+    return str(Path(tempfile.gettempdir()) / f"fliptrace-engines-{os.getuid()}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Arguments that all engines of a study share.
+
+    Attributes:
+        mode: ``graphs`` (decoding from CUDA graphs, nothing compiled), ``compiled`` (as vLLM has it), ``eager``;
+            ``auto`` is ``graphs`` on CUDA and ``eager`` on the CPU.
+        attention_backend: vLLM's name of one; empty for its choice.
+        dtype: as vLLM takes it.
+        cache_gib: cache of each engine, GiB; several engines share one GPU.
+        max_model_len: longest request, tokens; None for the model's.
+        max_num_batched_tokens: of one forward; a prompt beyond it is cut in two.
+        python: the Python that has vLLM; None for this one.
+        scratch: where logs and caches go.
+        start_seconds: how long an engine may take to start.
+    """
+
+    mode: str = "auto"
+    attention_backend: str = ""
+    dtype: str = "auto"
+    cache_gib: float = 2.0
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 8192
+    python: str | None = None
+    scratch: str = ""
+    start_seconds: float = 300.0
+
+    def identity(self) -> dict[str, Any]:
+        """Return what rows depend on."""
+        return {
+            "mode": self.mode,
+            "attention_backend": self.attention_backend,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+        }
+
+    def check(self, engine: str = "auto") -> None:
+        """Refuse what cannot run.
+
+        Args:
+            engine: as the person asked for it.
+
+        Raises:
+            InputError: another engine than vLLM, an unknown mode, numbers that mean nothing.
+        """
+        if engine not in _ENGINES:
+            raise InputError(
+                f"this study batches requests, which vLLM does; engine {engine!r} runs one request at a time, and "
+                "padding several into one batch would be another computation. Leave --engine out, or use trace-study "
+                "repeat"
+            )
+        if self.mode not in MODES:
+            raise InputError(f"mode must be one of {', '.join(MODES)}; got {self.mode!r}")
+        if not self.cache_gib > 0 or self.max_num_batched_tokens < 1 or not self.start_seconds > 0:
+            raise InputError(
+                "cache, batched tokens and seconds to start must be above 0; got "
+                f"{self.cache_gib} GiB, {self.max_num_batched_tokens} and {self.start_seconds}"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Where logs and caches go."""
+        return Path(self.scratch or default_scratch()).expanduser().resolve()
+
+    def start(
+        self,
+        name: str,
+        label: str,
+        model: str,
+        adapters: Sequence[str],
+        *,
+        rank: int,
+        batches: Sequence[int],
+        variables: Mapping[str, str],
+        mode: str | None = None,
+        **options: Any,
+    ) -> EngineProcess:
+        """Start an engine's process; it is not ready yet.
+
+        Args:
+            name: of the engine.
+            label: a reduction, ``vllm-own``, or ``none`` for no adapter.
+            model: folder or hub name.
+            adapters: folders.
+            rank: of the adapters; 0 for none.
+            batches: numbers of requests at once.
+            variables: further environment.
+            mode: another than the settings'.
+            options: further arguments of vllm.LLM.
+        """
+        lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1} if rank else {}
+        arguments = engine_options(
+            cache_gib=self.cache_gib,
+            attention_backend=self.attention_backend,
+            dtype=self.dtype,
+            model=model,
+            max_num_seqs=max(batches),
+            max_num_batched_tokens=max(self.max_num_batched_tokens, *batches),
+            **lora,
+            **options,
+        )
+        if self.max_model_len is not None:
+            arguments["max_model_len"] = self.max_model_len
+        settings = {
+            "options": arguments,
+            "adapters": list(adapters),
+            "mode": mode or self.mode,
+            "batches": sorted(batches),
+        }
+        return EngineProcess(
+            name,
+            self.folder / "logs" / f"{file_name(name)}.log",
+            inside(self.python, settings),
+            environment(self.folder, name, label, python=self.python, **variables),
+        )
+
+
+def verified_kernels(
+    name: str, label: str, described: Mapping[str, Any], *, invariant: bool | None = None
+) -> str:
+    """Check what an engine's workers say of their shrink after they have generated, and say it in one line.
+
+    Args:
+        name: of the engine, for messages.
+        label: the reduction's long name, ``vllm-own`` or ``none``.
+        described: the engine's answer to ``describe``.
+        invariant: whether VLLM_BATCH_INVARIANT had to be on; None if that is not asked.
+
+    Raises:
+        EngineProcessError: a worker runs another shrink than was asked for, or the switch is not as it was set.
+    """
+    said = described["engine"]["batch_invariant"]
+    if invariant is not None and bool(said) != invariant:
+        raise EngineProcessError(
+            f"{name}: VLLM_BATCH_INVARIANT had to be {int(invariant)} and is {int(bool(said))} in the engine; this "
+            "vLLM does not take it"
+        )
+    parts = []
+    for worker in described["workers"]:
+        if label in WITHOUT_PLUGIN:
+            parts.append(str(worker["kernel"]))
+            continue
+        launches = worker["launches"]
+        runs = worker["installed"] and worker["layers"] and (launches is None or launches > 0)
+        if worker["reduction"] != label or not runs:
+            raise EngineProcessError(
+                f"{name}: worker {worker['rank']} had to run {label} and says {dict(worker)}; nothing it computes "
+                "would belong to that name"
+            )
+        counted = "" if launches is None else f", {launches:,} launches counted on the device"
+        parts.append(f"{worker['kernel']} in {worker['layers']} layers{counted}")
+    return "; ".join(dict.fromkeys(parts))

@@ -25,6 +25,8 @@ from fliptrace.studies.engines import (
     simulates,
 )
 from fliptrace.studies.items import Item, Row
+from fliptrace.studies.programs import ProgramJudge
+from fliptrace.studies.sandbox import Limits, open_sandbox
 from fliptrace.studies.study import Report
 from fliptrace.studies.tasks import Scorer, Selection, load_scorer, read_questions, score
 
@@ -37,13 +39,15 @@ class RepeatStudy:
 
     Attributes:
         model: what runs.
-        task: ``bundled``, ``gsm8k:PATH`` or ``jsonl:PATH``.
+        task: see read_questions.
         selection: which prompts.
         reductions: names, short or long.
         repetitions: generations per prompt and reduction, at least 2; raise it later to add to what there is.
         max_new_tokens: per generation.
         seed: where schedule seeds begin, on a CPU.
         scorer: ``module:function``, None for the comparison of final answers.
+        run_programs: with MBPP, run the generated programs against their tests, in a sandbox; else they are only
+            compared with each other.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -54,6 +58,7 @@ class RepeatStudy:
     max_new_tokens: int = 256
     seed: int = 0
     scorer: str | None = None
+    run_programs: bool = False
 
     @property
     def name(self) -> str:
@@ -68,6 +73,7 @@ class RepeatStudy:
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
             "scorer": self.scorer,
+            **({"run_programs": True} if self.run_programs else {}),
         }
 
     def items(self) -> list[Item]:
@@ -80,6 +86,11 @@ class RepeatStudy:
         if self.max_new_tokens < 1:
             raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
         load_scorer(self.scorer)
+        if self.run_programs and not self.writes_programs:
+            raise InputError(
+                f"programs are run with --task mbpp:PATH and without a scorer; got the task {self.task!r}"
+                + (f" and the scorer {self.scorer!r}" if self.scorer else "")
+            )
         names = [identity_of(name) for name in self.reductions]
         return [
             Item(
@@ -94,6 +105,11 @@ class RepeatStudy:
             for reduction in names
             for repetition in range(self.repetitions)
         ]
+
+    @property
+    def writes_programs(self) -> bool:
+        """True where answers are programs with tests."""
+        return self.task.startswith("mbpp:") and self.scorer is None
 
     def open(self) -> RepeatWorker:
         """Load the model."""
@@ -110,14 +126,21 @@ class RepeatWorker:
     """Generates."""
 
     def __init__(self, study: RepeatStudy) -> None:
-        """Load model and scorer."""
+        """Load model and scorer, and open the sandbox where programs are to run."""
         self._study = study
+        self._programs: ProgramJudge | None = None
+        if study.writes_programs:
+            limits = Limits()
+            # Before the model is loaded: a refusal comes at once.
+            sandbox = open_sandbox(limits) if study.run_programs else None
+            self._programs = ProgramJudge(sandbox, limits)
         self._engine = study.model.load()
         self._scorer: Scorer | None = load_scorer(study.scorer)
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, and the kernels that ran."""
-        return describe_engine(self._engine, self._study.reductions)
+        described = describe_engine(self._engine, self._study.reductions)
+        return described | (self._programs.describe() if self._programs else {})
 
     def run(self, item: Item) -> dict[str, Any]:
         """Generate once and score the text."""
@@ -138,7 +161,12 @@ class RepeatWorker:
             seed=seed,
             max_new_tokens=study.max_new_tokens,
         )
-        answer, correct = score(made.text, question["gold"], question["row"], self._scorer)
+        answer: str | None
+        outcome = None
+        if self._programs is not None:
+            answer, correct, outcome = self._programs.judge(made.text, question["row"])
+        else:
+            answer, correct = score(made.text, question["gold"], question["row"], self._scorer)
         return {
             **reduction_of(self._engine),
             "seed": seed if simulates(self._engine, reduction) else None,
@@ -156,6 +184,7 @@ class RepeatWorker:
             "gold": question["gold"],
             "answer": answer,
             "correct": correct,
+            "outcome": outcome,
         }
 
 

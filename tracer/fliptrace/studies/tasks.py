@@ -1,8 +1,9 @@
 """Tasks: where prompts come from, which of them are asked, and how an output is scored.
 
-``gsm8k:PATH`` reads JSON lines with ``question`` and ``answer`` and prepares them as the paper does; ``jsonl:PATH``
-any JSON lines with ``prompt`` and, if they are to be scored, ``answer``; ``bundled`` the problems that ship with the
-package. A scorer ``module:function`` takes the place of the answer's comparison.
+``gsm8k:PATH`` reads JSON lines with ``question`` and ``answer`` and prepares them as the paper does; ``mbpp:PATH`` the
+test split of MBPP's full configuration; ``jsonl:PATH`` any JSON lines with ``prompt`` and, if they are to be scored,
+``answer``; ``bundled`` the problems that ship with the package. A scorer ``module:function`` takes the place of the
+answer's comparison.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.prompts import GSM8K_INSTRUCTION, parse_selection, require_text
 from fliptrace.studies.answers import final_answer, number_of, prepared_solution
+from fliptrace.studies.programs import TEST_TASKS, mbpp_prompt
 
 #: Called with the generated text and the data set's row; returns whether it is right (None: cannot be told), or an
 #: answer and that.
@@ -99,8 +101,8 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
     """Read the chosen prompts of a task.
 
     Args:
-        task: ``bundled``, ``gsm8k:PATH`` or ``jsonl:PATH``.
-        selection: which rows.
+        task: ``bundled``, ``gsm8k:PATH``, ``jsonl:PATH`` or ``mbpp:PATH``.
+        selection: which rows; of MBPP rows of its test split, from 0.
 
     Raises:
         InputError: unknown task, unreadable file, no such row, a row without its fields.
@@ -119,12 +121,14 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
         ]
     kind, separator, name = task.partition(":")
     if not separator or kind not in _READERS or not name:
-        raise InputError(f"a task is bundled, gsm8k:PATH or jsonl:PATH; got {task!r}")
+        raise InputError(f"a task is bundled, gsm8k:PATH, jsonl:PATH or mbpp:PATH; got {task!r}")
     path = Path(name).expanduser()
     try:
         lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"data set {path} cannot be read ({error})") from error
+    if kind == "mbpp":
+        lines = _test_split(path, lines)
     questions = []
     for number in selection.of(len(lines)):
         try:
@@ -149,9 +153,27 @@ def _jsonl(row: Mapping[str, Any]) -> tuple[str, str | None]:
     return str(row["prompt"]), None if answer is None else number_of(str(answer))
 
 
+def _mbpp(row: Mapping[str, Any]) -> tuple[str, str | None]:
+    return mbpp_prompt(row), None
+
+
+def _test_split(path: Path, lines: Sequence[str]) -> list[str]:
+    """Return MBPP's test rows; a file without task numbers, or of test rows alone, is taken as it is."""
+    try:
+        numbers = [json.loads(line).get("task_id") for line in lines]
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path} is no file of MBPP rows ({error!r})") from error
+    if None in numbers:
+        return list(lines)
+    return [
+        line for line, number in zip(lines, numbers, strict=True) if number in TEST_TASKS
+    ] or list(lines)
+
+
 _READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str | None]]] = {
     "gsm8k": _gsm8k,
     "jsonl": _jsonl,
+    "mbpp": _mbpp,
 }
 
 

@@ -48,12 +48,19 @@ class Slot:
 class Arena:
     """Slots in one buffer, in the order given."""
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
-        """Allocate the buffer; its size is fixed from here on."""
+    def __init__(self, slots: Sequence[Slot], device: torch.device, *, head_words: int = 0) -> None:
+        """Allocate the buffer; its size is fixed from here on.
+
+        Args:
+            slots: what goes into it.
+            device: where it lies.
+            head_words: 64-bit words before the first slot, for what is computed from the slots and travels with them.
+        """
         words = [slot.words for slot in slots]
         ends = torch.tensor(words, dtype=torch.int64).cumsum(0)
         total = int(ends[-1]) if words else 0
-        self.buffer = torch.zeros(total, dtype=torch.int64, device=device)
+        self.storage = torch.zeros(head_words + total, dtype=torch.int64, device=device)
+        self.head, self.buffer = self.storage[:head_words], self.storage[head_words:]
         starts = (ends - torch.tensor(words, dtype=torch.int64)).tolist()
         data = self.buffer.view(torch.uint8)
         self.slots: list[Tensor] = []

@@ -56,7 +56,7 @@ class RollingCacheDigest:
         """
         self._sums += self._terms(row_digests, self._bases, first_position).sum((1, 2))
         for layer, rows in self._windowed.items():
-            rows.append(row_digests[self._index[layer]])
+            rows.append(row_digests[self._index[layer]].clone())
 
     @property
     def value(self) -> Tensor:

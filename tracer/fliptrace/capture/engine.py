@@ -87,7 +87,7 @@ class RowSlots:
 
 
 @runtime_checkable
-class SlotObserver(Protocol):
+class SlotObserver(Observer, Protocol):
     """An observer that lets an engine fill its slots instead of telling it of every record by a call."""
 
     def row_slots(self) -> RowSlots | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fliptrace.capture.cache_digest import RollingCacheDigest
 from fliptrace.capture.decoding import Choice
-from fliptrace.capture.engine import Engine, RowSlots
+from fliptrace.capture.engine import CacheLayer, Engine, RowSlots
 from fliptrace.capture.frames import OperationLayouts, operation_frames, single_frame, tensor_bytes
 from fliptrace.capture.step_capture import (
     ArenaCapture,
@@ -157,7 +157,9 @@ class Recorder:
             RecordingError: no slots were lent for it.
         """
         if self._arena is None or self._capture is not self._arena:
-            raise RecordingError(f"slots were filled in step {self._step}, for which none were lent")
+            raise RecordingError(
+                f"slots were filled in step {self._step}, for which none were lent"
+            )
         self._arena.filled(sources)
         self._launches = list(launches)
         self._projected = [True] * len(self._sites)
@@ -203,8 +205,9 @@ class Recorder:
         if step != self._step:
             raise RecordingError(f"step {step} was completed, but step {self._step} was recorded")
         capture = self._running()
-        captured = capture.finish(logits)
-        digest, full_digest = self._roll(captured.cache_row_digests, logits.device)
+        content = self._due_content(logits.device)
+        captured = capture.finish(logits, self._roll)
+        full_digest = self._rolling.check(content, step) if content and self._rolling else ""
         whole = self.options.full_logits or _near_tie(choice, logits.dtype)
         whole_logits = (
             logits.detach().clone() if whole and self.options.redaction_key is None else None
@@ -233,7 +236,7 @@ class Recorder:
             frames.extend(operation_frames(step, operations, self._operation_layouts))
             kinds = tuple(str(frame.kind) for frame in frames)
             return dataclasses.replace(
-                record, cache_digest=digest_hex(digest.cpu()), frames=kinds
+                record, cache_digest=digest_hex(captured.cache_digest()), frames=kinds
             ), frames
 
         self.writer.write_step(None, assemble)
@@ -256,15 +259,20 @@ class Recorder:
         if self._rolling is not None:
             self._rolling.check(self.engine.read_cache(), self._step)
 
-    def _roll(self, row_digests: Tensor, device: torch.device) -> tuple[Tensor, str]:
-        """Add the step's rows to the cache's digest; at the prefill and every 64 steps check it against the cache."""
-        due = self._step % CACHE_CHECK_STEPS == 0
-        content = self.engine.read_cache() if due else ()
+    def _due_content(self, device: torch.device) -> tuple[CacheLayer, ...]:
+        """Return the cache at the prefill and every 64 steps, when its digest is checked against it; else nothing."""
+        content = self.engine.read_cache() if self._step % CACHE_CHECK_STEPS == 0 else ()
         if self._rolling is None:
             self._rolling = RollingCacheDigest(self._keys.cache_layers, device)
             self._rolling.watch_windows({layer.layer: layer.window for layer in content})
+        return content
+
+    def _roll(self, row_digests: Tensor) -> Tensor:
+        """Add the step's rows to the cache's digest, int64 [2]."""
+        if self._rolling is None:
+            raise RecordingError("the engine reported cache rows outside a step")
         self._rolling.add(row_digests, self._first_position)
-        return self._rolling.value, self._rolling.check(content, self._step) if due else ""
+        return self._rolling.value
 
     def _running(self) -> StepCapture:
         if self._capture is None:

@@ -15,6 +15,13 @@ from torch import Tensor
 from fliptrace.capture.arena import Arena, Slot
 from fliptrace.capture.cache_digest import cache_row_digests
 from fliptrace.capture.engine import RowSlots
+from fliptrace.capture.finishing import (
+    HostBuffers,
+    Replay,
+    Roll,
+    TravellingParts,
+    no_cache_digest,
+)
 from fliptrace.capture.frames import TOP_LOGITS, logits_frames, tensor_bytes, top_logits
 from fliptrace.numerics.digest import (
     digest_rows,
@@ -39,11 +46,13 @@ class CapturedStep:
     """One step's records, on their way to the host.
 
     Attributes:
-        cache_row_digests: int64 [cache layers, 2, T, 2], on the engine's device.
+        cache_row_digests: int64 [cache layers, 2, T, 2], on the engine's device, until the next step.
+        cache_digest: returns what ``roll`` gave; called in the store's thread, after ``frames``.
         frames: builds the frames; called once in the store's thread, waits for copies.
     """
 
     cache_row_digests: Tensor
+    cache_digest: Callable[[], Tensor] = field(repr=False)
     frames: Callable[[int, Sequence[str]], list[Frame]] = field(repr=False)
 
 
@@ -59,8 +68,13 @@ class StepCapture(Protocol):
     def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values, each [kv_heads, T, head_dim]."""
 
-    def finish(self, logits: Tensor) -> CapturedStep:
-        """End the step; logits [vocabulary]."""
+    def finish(self, logits: Tensor, roll: Roll = no_cache_digest) -> CapturedStep:
+        """End the step.
+
+        Args:
+            logits: [vocabulary].
+            roll: gets the digests of the cache rows and returns the whole cache's.
+        """
         ...
 
 
@@ -109,7 +123,7 @@ class RowsCapture:
         self.slots.caches[layer] = Slot((keys.shape[0], 1, keys.shape[2]), keys.dtype)
         self._caches[layer] = torch.stack((keys, values)).transpose(1, 2).contiguous()
 
-    def finish(self, logits: Tensor) -> CapturedStep:
+    def finish(self, logits: Tensor, roll: Roll = no_cache_digest) -> CapturedStep:
         """See StepCapture. Copies to the host at once: a prefill is one step among many."""
         self._last = None
         self.slots.logits = Slot(tuple(logits.shape), logits.dtype)
@@ -117,15 +131,15 @@ class RowsCapture:
         rows = [cache_row_digests(values) for values in caches]
         shrink_digests = [digest_tensor(z) for z in self._shrinks]
         cache_digests = [digest_tensor(values) for values in caches]
-        host = _to_host(
-            {
-                Kind.SHRINK: self._shrinks,
-                Kind.OPERAND: self._operand_digests,
-                Kind.PROJECTION: self._projections,
-                Kind.CACHE: caches,
-            }
-            | ({Kind.OPERAND_VALUES: self._operand_values} if self.keep_operands else {})
-        )
+        kept = {
+            Kind.SHRINK: self._shrinks,
+            Kind.OPERAND: self._operand_digests,
+            Kind.PROJECTION: self._projections,
+            Kind.CACHE: caches,
+        }
+        if self.keep_operands:
+            kept[Kind.OPERAND_VALUES] = self._operand_values
+        host = {kind: [tensor.cpu() for tensor in tensors] for kind, tensors in kept.items()}
         digests = {
             Kind.SHRINK: torch.stack(shrink_digests).cpu(),
             Kind.CACHE: torch.stack(cache_digests).cpu() if cache_digests else None,
@@ -152,9 +166,9 @@ class RowsCapture:
                 built.append(Frame(step, kind, Layout(tuple(entries)), payload, digests.get(kind)))
             return [*built, *logits_frames(step, values, ids, logits_digest)]
 
-        return CapturedStep(
-            torch.stack(rows) if rows else torch.empty((0, 2, 0, 2), dtype=torch.int64), frames
-        )
+        row_digests = torch.stack(rows) if rows else torch.empty((0, 2, 0, 2), dtype=torch.int64)
+        cache_digest = roll(row_digests)
+        return CapturedStep(row_digests, cache_digest.cpu, frames)
 
 
 @dataclass
@@ -197,10 +211,17 @@ class ArenaCapture:
         if slots.logits is None:
             raise ValueError("the prefill must have finished before its slots are used")
         groups = [shrinks, caches, operand_slots, projections, [slots.logits]]
-        self.arena = Arena([slot for group in groups for slot in group], device)
         starts = [0]
         for group in groups:
             starts.append(starts[-1] + len(group))
+        top = min(TOP_LOGITS, slots.logits.shape[0])
+        self._travelling = TravellingParts(starts[-1], top, slots.logits.dtype)
+        self.arena = Arena(
+            [slot for group in groups for slot in group],
+            device,
+            head_words=self._travelling.words,
+        )
+        self._device_parts = self._travelling.parts(self.arena.head)
         self._first = dict(
             zip(("shrink", "cache", "operand", "projection", "logits", "end"), starts, strict=True)
         )
@@ -226,18 +247,16 @@ class ArenaCapture:
         self._sources = list(sites)
         self._source_tensors: dict[tuple[int, ...], Tensor] = {}
         self._last: tuple[Tensor, int, int] | None = None
-        vocabulary = slots.logits.shape[0]
-        top = min(TOP_LOGITS, vocabulary)
         pinned = device.type == "cuda"
+        exported_words = self._travelling.words + self._exported_bytes // 8
+        self._outgoing = self.arena.storage[:exported_words]
         self._host = [
-            _HostBuffers(
-                torch.empty(self._exported_bytes, dtype=torch.uint8, pin_memory=pinned),
-                torch.empty((starts[-1], 2), dtype=torch.int64, pin_memory=pinned),
-                torch.empty(top, dtype=slots.logits.dtype, pin_memory=pinned),
-                torch.empty(top, dtype=torch.int64, pin_memory=pinned),
+            HostBuffers(
+                torch.empty(exported_words, dtype=torch.int64, pin_memory=pinned), self._travelling
             )
             for _ in range(buffers)
         ]
+        self._finishing = Replay(self._digest, self.arena.head)
         self._turn = 0
         # Constants of the records' digests, on the host, where they are finished.
         self._shrink_rows = torch.zeros(len(shrinks), dtype=torch.int64)
@@ -276,22 +295,18 @@ class ArenaCapture:
         """An engine filled the slots itself; ``sources`` names per site the site whose slot holds its operand."""
         self._sources = list(sources)
 
-    def finish(self, logits: Tensor) -> CapturedStep:
+    def finish(self, logits: Tensor, roll: Roll = no_cache_digest) -> CapturedStep:
         """See StepCapture. Nothing here waits for the device."""
         self._last = None
         first = self._first
         self.arena.slots[first["logits"]].copy_(logits)
-        digests = self.arena.digests()
-        cache_rows = digests[first["cache"] : first["operand"]].view(-1, 2, 1, 2)
-        values, ids = top_logits(logits)
+        self._finishing.run()
+        # Digests stay in the arena until the next step's replace them; whoever keeps them longer copies.
+        cache_rows = self._device_parts.digests[first["cache"] : first["operand"]].view(-1, 2, 1, 2)
+        self._device_parts.cache.copy_(roll(cache_rows))
         host = self._host[self._turn % len(self._host)]
         self._turn += 1
-        host.records.copy_(
-            self.arena.buffer.view(torch.uint8)[: self._exported_bytes], non_blocking=True
-        )
-        host.digests.copy_(digests, non_blocking=True)
-        host.top_values.copy_(values, non_blocking=True)
-        host.top_ids.copy_(ids, non_blocking=True)
+        host.whole.copy_(self._outgoing, non_blocking=True)
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()
@@ -303,10 +318,18 @@ class ArenaCapture:
                 event.synchronize()
             return self._frames(step, tuple(launches), host, sources)
 
-        return CapturedStep(cache_rows, frames)
+        return CapturedStep(cache_rows, lambda: host.cache, frames)
+
+    def _digest(self) -> None:
+        """Digest every slot and find the largest logits; all of it lies at fixed addresses."""
+        parts = self._device_parts
+        parts.digests.copy_(self.arena.digests())
+        values, ids = top_logits(self.arena.slots[self._first["logits"]])
+        parts.top_values.copy_(values)
+        parts.top_ids.copy_(ids)
 
     def _frames(
-        self, step: int, launches: tuple[str, ...], host: _HostBuffers, sources: tuple[int, ...]
+        self, step: int, launches: tuple[str, ...], host: HostBuffers, sources: tuple[int, ...]
     ) -> list[Frame]:
         first = self._first
         digests = host.digests
@@ -368,7 +391,7 @@ class ArenaCapture:
         logits_digest = digests[first["logits"] : first["end"]]
         return [*built, *logits_frames(step, host.top_values, host.top_ids, logits_digest)]
 
-    def _payload(self, host: _HostBuffers, begin: str, end: str) -> bytes:
+    def _payload(self, host: HostBuffers, begin: str, end: str) -> bytes:
         """Join the rows of a group of slots, without the padding between them."""
         arena, start, stop = self.arena, self._first[begin], self._first[end]
         data = host.records.numpy()
@@ -424,17 +447,3 @@ class ArenaCapture:
                 )
             ),
         }
-
-
-@dataclass(frozen=True)
-class _HostBuffers:
-    """Where one decode step's bytes arrive."""
-
-    records: Tensor
-    digests: Tensor
-    top_values: Tensor
-    top_ids: Tensor
-
-
-def _to_host(groups: dict[Kind, list[Tensor]]) -> dict[Kind, list[Tensor]]:
-    return {kind: [tensor.cpu() for tensor in tensors] for kind, tensors in groups.items()}

@@ -60,9 +60,7 @@ def _projections(layer: AdaptedLayer, runtime: ShrinkRuntime, observer: Observer
     return hook
 
 
-def _new_rows(
-    number: int, layer: PagedLayer, runtime: ShrinkRuntime, observer: Observer
-) -> Any:
+def _new_rows(number: int, layer: PagedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
     def hook(_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         rows = runtime.rows
         if not rows:

@@ -2,9 +2,9 @@
 
 vLLM's LoRA layers hand their work to one object per model, the punica wrapper: ``add_shrink`` fills FP32 buffers and
 ``add_expand`` rounds and uses them. Eager, both are plain calls, on the CPU and on CUDA (where ``add_shrink`` calls the
-operator ``vllm::lora_shrink``). They are shadowed on that one object while a forward runs that somebody watches, or whose
-shrinks vLLM does not compute itself; so every shrink can be computed under a chosen reduction, observed and replaced
-before expand reads it. A call is told by the addresses of its weights, which vLLM allocates once per layer.
+operator ``vllm::lora_shrink``). They are shadowed on that one object while a forward runs that somebody watches, or
+whose shrinks vLLM does not compute itself; so every shrink can be computed under a chosen reduction, observed and
+replaced before expand reads it. A call is told by the addresses of its weights, which vLLM allocates once per layer.
 """
 
 from __future__ import annotations
@@ -316,7 +316,9 @@ class ShrinkPath:
         # vLLM runs under inference mode, whose tensors have no version counters; observers read them.
         with torch.inference_mode(False), torch.no_grad():
             operand = rows.clone()
-            shown = operand.unsqueeze(0)  # one object, so that an observer sees that all slices read it
+            shown = operand.unsqueeze(
+                0
+            )  # one object, so that an observer sees that all slices read it
         for offset, part in enumerate(layer.slices):
             site = layer.first + offset
             runtime.fired.append(site)

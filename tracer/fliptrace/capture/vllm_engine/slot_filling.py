@@ -61,7 +61,7 @@ class SlotFiller:
         self._layers = tuple(layers)
         self._paged = tuple(paged)
         # The tuples are kept, so that their addresses stay theirs.
-        self._stacks = [layer.module.lora_a_stacked for layer in layers]
+        self._stacks: list[Any] = [layer.module.lora_a_stacked for layer in layers]
         self._number = {id(stack): number for number, stack in enumerate(self._stacks)}
         self._by_key = {layer.key: number for number, layer in enumerate(layers)}
         count = len(self._layers)
@@ -159,7 +159,9 @@ class SlotFiller:
     def _out_of_order(self, number: int, x: Tensor) -> RecordingError:
         layer = self._layers[number]
         if x.shape[0] != 1:
-            return RecordingError(f"{layer.name} shrinks {x.shape[0]} rows in a forward over 1 token")
+            return RecordingError(
+                f"{layer.name} shrinks {x.shape[0]} rows in a forward over 1 token"
+            )
         expected = self._layers[self._next].name if self._next < len(self._layers) else "none"
         return RecordingError(
             f"every shrink must run exactly once in a forward, in order; {layer.name} ran where {expected} was due"
@@ -181,7 +183,9 @@ class SlotFiller:
             )
         if len(self._keys) != len(self._paged):
             layer = self._paged[len(self._keys)]
-            raise RecordingError(f"layer {layer.number} cached no rows, so the cache cannot be recorded")
+            raise RecordingError(
+                f"layer {layer.number} cached no rows, so the cache cannot be recorded"
+            )
         if self._watching:
             self._compare()
         else:
@@ -244,7 +248,9 @@ class SlotFiller:
         for number, layer in enumerate(self._layers):
             if item in (self._operands[number], self._shrinks[number], self._projections[number]):
                 return layer.name
-        numbers = [n for n, pair in enumerate(zip(self._keys, self._values, strict=True)) if item in pair]
+        numbers = [
+            n for n, pair in enumerate(zip(self._keys, self._values, strict=True)) if item in pair
+        ]
         return self._paged[numbers[0]].name
 
     def _launches_now(self) -> list[str]:

@@ -1,0 +1,144 @@
+"""What a decode step computes from its slots: where the results lie, and how to launch it all at once on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORD_BYTES = 8
+
+#: Turns int64 [cache layers, 2, T, 2] digests of new cache rows into the whole cache's, int64 [2].
+Roll = Callable[[Tensor], Tensor]
+
+
+def no_cache_digest(row_digests: Tensor) -> Tensor:
+    """Stand for a roll where nobody keeps the whole cache's digest."""
+    return row_digests.new_zeros(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Views of one buffer.
+
+    Attributes:
+        digests: int64 [slots, 2], the rows' digests.
+        cache: int64 [2], the digest of the whole cache.
+        top_values: the largest logits, in their dtype.
+        top_ids: int64, their ids.
+    """
+
+    digests: Tensor
+    cache: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TravellingParts:
+    """How much room results take before the slots, and where each lies.
+
+    Attributes:
+        slots: how many slots are digested.
+        top: how many logits are kept.
+        logits_dtype: their dtype.
+    """
+
+    slots: int
+    top: int
+    logits_dtype: torch.dtype
+
+    @property
+    def _value_words(self) -> int:
+        return -(-self.top * self.logits_dtype.itemsize // _WORD_BYTES)
+
+    @property
+    def words(self) -> int:
+        """64-bit words of all parts."""
+        return 2 * self.slots + 2 + self.top + self._value_words
+
+    def parts(self, buffer: Tensor) -> Parts:
+        """View an int64 buffer of ``words`` as the parts."""
+        digests, cache, ids, values = buffer.split((2 * self.slots, 2, self.top, self._value_words))
+        return Parts(
+            digests.view(self.slots, 2), cache, values.view(self.logits_dtype)[: self.top], ids
+        )
+
+
+class HostBuffers:
+    """Where one decode step's bytes arrive, in one transfer: what was computed, then the exported slots."""
+
+    def __init__(self, whole: Tensor, travelling: TravellingParts) -> None:
+        """View an int64 buffer on the host."""
+        self.whole = whole
+        parts = travelling.parts(whole[: travelling.words])
+        self.digests, self.cache = parts.digests, parts.cache
+        self.top_values, self.top_ids = parts.top_values, parts.top_ids
+        self.records = whole[travelling.words :].view(torch.uint8)
+
+
+class Replay:
+    """Runs a computation over fixed addresses; on CUDA from the third time on as one captured graph.
+
+    Some fifty small launches a step cost more than the step's other records together. What the graph computes is
+    compared with the plain computation once, bit by bit, before it is used; where it cannot be captured or differs, the
+    computation stays as it is.
+    """
+
+    #: Plain runs before a graph is captured: kernels are loaded, and short recordings need none.
+    PLAIN_RUNS = 2
+
+    def __init__(self, compute: Callable[[], None], result: Tensor) -> None:
+        """Prepare.
+
+        Args:
+            compute: reads and writes tensors that stay where they are, and never waits for the device.
+            result: all that it writes, to compare.
+        """
+        self._compute = compute
+        self._result = result
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._may_capture = result.device.type == "cuda"
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph runs."""
+        return self._graph is not None
+
+    def run(self) -> None:
+        """Compute once more."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._compute()
+        self._runs += 1
+        if self._may_capture and self._runs >= self.PLAIN_RUNS:
+            self._may_capture = False
+            self._capture()
+
+    def _capture(self) -> None:
+        expected = self._result.clone()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        # Not torch.cuda.graph: it collects garbage first, which takes longer than many a recording.
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                # Other threads, such as the store's, may wait for events meanwhile.
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._compute()
+                finally:
+                    graph.capture_end()
+            torch.cuda.synchronize()
+            self._result.zero_()
+            graph.replay()
+            if torch.equal(self._result, expected):
+                self._graph = graph
+        except RuntimeError:
+            # Not to be captured here, for whatever reason: the plain computation gives the same.
+            torch.cuda.synchronize()
+        if self._graph is None:
+            self._result.copy_(expected)

@@ -158,13 +158,15 @@ def test_the_probe_refuses_a_sandbox_that_shows_files(bubblewrap, tmp_path, monk
         def _command(self, limits):
             command = list(super()._command(limits))
             at = command.index("--remount-ro")
-            return [*command[:at], "--ro-bind", str(tmp_path), str(tmp_path), *command[at:]]
+            folders = [
+                word
+                for folder in reversed(tmp_path.parents[:-1])
+                for word in ("--dir", str(folder))
+            ]
+            shown = (*folders, "--ro-bind", str(tmp_path), str(tmp_path))
+            return [*command[:at], *shown, *command[at:]]
 
-    folder = tmp_path
-    while folder != folder.parent:  # pytest's own folders are private, and nobody must get in
-        if folder.stat().st_uid == os.getuid() and folder.name.startswith(("pytest-", "test_")):
-            folder.chmod(0o755)
-        folder = folder.parent
+    tmp_path.chmod(0o755)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(InputError, match="a file of this machine got"):
         probe(Open(), Limits())

@@ -21,6 +21,7 @@ from fliptrace.command_line.options import (
 )
 from fliptrace.command_line.running import TROUBLE, fail, one_line, run
 from fliptrace.command_line.study_batch import batch
+from fliptrace.command_line.study_latency import latency
 from fliptrace.command_line.study_options import (
     STUDY,
     AdapterOption,
@@ -301,6 +302,7 @@ def decide(
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "batch": batch,
+    "latency": latency,
     "replay": replay,
     "repeat": repeat,
     "decide": decide,
@@ -320,6 +322,8 @@ def trace_study(
     trace-study decide: yes/no decisions against each other (table 2).
 
     trace-study batch: generations in batches of several sizes against each other (table 3).
+
+    trace-study latency: what a reduction costs whole requests (table 4, figure 6).
 
     trace-study STUDY --help says what a study takes.
     """

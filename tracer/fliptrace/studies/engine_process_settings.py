@@ -11,6 +11,7 @@ from typing import Any
 
 from fliptrace.errors import InputError
 from fliptrace.studies.engine_process import (
+    NO_ADAPTER,
     WITHOUT_PLUGIN,
     EngineProcess,
     EngineProcessError,
@@ -172,7 +173,7 @@ def verified_kernels(
     parts = []
     for worker in described["workers"]:
         if label in WITHOUT_PLUGIN:
-            parts.append(str(worker["kernel"]))
+            parts.append("no adapter" if label == NO_ADAPTER else str(worker["kernel"]))
             continue
         launches = worker["launches"]
         runs = worker["installed"] and worker["layers"] and (launches is None or launches > 0)

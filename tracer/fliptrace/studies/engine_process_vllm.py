@@ -259,6 +259,7 @@ def describe(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str
     found["engine"] = {
         "name": "vllm",
         **read_settings(host),
+        "vocabulary": int(host.config.model_config.get_vocab_size()),
         "attention_implementation": ", ".join(sorted(attention)),
     }
     found["environment"] = describe_environment(device)

@@ -7,7 +7,7 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from fliptrace.studies.statistics import Share
+from fliptrace.studies.statistics import Ratio, Share
 from fliptrace.views.escaping import plotly_label, visible
 
 #: From Okabe and Ito's colour-blind-safe set, as all of fliptrace's figures.
@@ -84,6 +84,53 @@ def scatter_figure(
         title={"text": plotly_label(title)},
         xaxis={"title": {"text": plotly_label(x_title)}},
         yaxis={"title": {"text": plotly_label(y_title)}},
+        template="plotly_white",
+    )
+    return figure
+
+
+def ratios_figure(
+    series: Mapping[str, Mapping[str, Ratio]], *, title: str, x_title: str, y_title: str
+) -> go.Figure:
+    """Draw ratios as changes in percent, with their intervals.
+
+    Args:
+        series: name -> place on the x axis -> ratio.
+        title: of the figure.
+        x_title: of the x axis.
+        y_title: of the y axis, which is in percent.
+    """
+    figure = go.Figure()
+    for (name, ratios), colour in zip(series.items(), _colours(len(series)), strict=True):
+        ends = [ratio.interval for ratio in ratios.values()]
+        figure.add_trace(
+            go.Scatter(
+                name=plotly_label(name),
+                x=[plotly_label(place) for place in ratios],
+                y=[100 * (ratio.value - 1) for ratio in ratios.values()],
+                mode="lines+markers",
+                marker={"color": colour},
+                error_y={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [
+                        0.0 if end is None else 100 * (end.high - ratio.value)
+                        for end, ratio in zip(ends, ratios.values(), strict=True)
+                    ],
+                    "arrayminus": [
+                        0.0 if end is None else 100 * (ratio.value - end.low)
+                        for end, ratio in zip(ends, ratios.values(), strict=True)
+                    ],
+                },
+                hovertext=[plotly_label(str(ratio)) for ratio in ratios.values()],
+                hoverinfo="text+name",
+            )
+        )
+    figure.update_layout(
+        title={"text": plotly_label(title)},
+        xaxis={"title": {"text": plotly_label(x_title)}, "type": "category"},
+        yaxis={"title": {"text": plotly_label(y_title)}, "zeroline": True},
+        legend={"orientation": "h", "y": -0.2},
         template="plotly_white",
     )
     return figure

@@ -21,6 +21,8 @@ _RESAMPLES = 9_999
 _SEED = 20_261_130
 #: Up to so many pairs a sign test enumerates all signs.
 _ENUMERATED = 13
+#: From so many engine starts on, a start is the unit of a ratio.
+_TRIALS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,80 @@ def ratio_interval(
         batch=1_000,
     ).confidence_interval
     return Interval(float(found.low), float(found.high), 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A geometric mean of ratios, with its interval.
+
+    Attributes:
+        value: the mean.
+        interval: None with fewer than two units.
+        units: how many independent units it rests on.
+        unit: what they are: ``trial`` or ``round``.
+    """
+
+    value: float
+    interval: Interval | None
+    units: int
+    unit: str
+
+    def __str__(self) -> str:
+        """Say it for a person: ``-5.1 % (95 %: -7.5 to -2.7, 5 rounds)``."""
+        number = f"{100 * (self.value - 1):+.1f} %"
+        if self.interval is None:
+            return f"{number} ({self.units} {self.unit}: no interval)"
+        low, high = (100 * (end - 1) for end in (self.interval.low, self.interval.high))
+        return f"{number} (95 %: {low:+.1f} to {high:+.1f}, {self.units} {self.unit}s)"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "ratio": self.value,
+            "interval": None
+            if self.interval is None
+            else {"low": self.interval.low, "high": self.interval.high},
+            "units": self.units,
+            "unit": self.unit,
+            "method": "t on log ratios",
+        }
+
+
+def paired_ratio(
+    pairs: Sequence[tuple[Any, float, float]], confidence: float = CONFIDENCE
+) -> Ratio | None:
+    """Return the geometric mean of numerator / denominator, each pair measured side by side.
+
+    Args:
+        pairs: (trial, numerator, denominator), numbers above 0; one per round of a trial.
+        confidence: above 0, below 1.
+
+    Returns:
+        With three trials or more the trials' means are the units; with fewer, the rounds are, and what a new start
+        changes is not in the interval. None without pairs.
+
+    Source:
+        Student's t on the logarithms of the ratios.
+    """
+    if not pairs:
+        return None
+    if any(not (above > 0 and below > 0) for _, above, below in pairs):
+        raise InputError("a ratio needs numbers above 0")
+    logs: dict[Any, list[float]] = {}
+    for trial, above, below in pairs:
+        logs.setdefault(trial, []).append(float(np.log(above) - np.log(below)))
+    unit = "trial" if len(logs) >= _TRIALS else "round"
+    means = [float(np.mean(found)) for found in logs.values()]
+    values = np.asarray(means if unit == "trial" else [v for found in logs.values() for v in found])
+    center = float(values.mean())
+    if len(values) < 2:
+        return Ratio(float(np.exp(center)), None, len(values), unit)
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + confidence) / 2, len(values) - 1))
+    half *= float(values.std(ddof=1)) / len(values) ** 0.5
+    ends = Interval(float(np.exp(center - half)), float(np.exp(center + half)), 2)
+    return Ratio(float(np.exp(center)), ends, len(values), unit)
 
 
 def mcnemar_exact(first_only: int, second_only: int) -> float:

@@ -1,0 +1,188 @@
+"""trace-study latency: what a reduction costs whole requests."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fliptrace.command_line.options import (
+    MODEL,
+    DebugOption,
+    DtypeName,
+    EngineName,
+    QuietOption,
+    VersionOption,
+)
+from fliptrace.command_line.study_batch import (
+    BackendOption,
+    BatchedTokensOption,
+    CacheOption,
+    EnginePythonOption,
+    LengthOption,
+    ModeOption,
+    ScratchOption,
+    StartOption,
+)
+from fliptrace.command_line.study_options import (
+    STUDY,
+    BudgetOption,
+    ConfigOption,
+    DtypeOption,
+    EngineOption,
+    FolderOption,
+    ModelOption,
+    ReductionsOption,
+    SummaryJsonOption,
+    run_and_show,
+)
+
+
+def latency(
+    *,
+    out: FolderOption,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Dummy weights of this shape (llama-3.2-3b, tiny) and random adapters, instead of a model.",
+            metavar="SHAPE",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Ranks of the random adapters; repeat the option. 16 and 32 if left out.",
+            metavar="N",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    model: ModelOption = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Its LoRA adapters, of different ranks; repeat the option.",
+            metavar="ADAPTER",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    engine: EngineOption = EngineName.AUTO,
+    dtype: DtypeOption = DtypeName.AUTO,
+    mode: ModeOption = "auto",
+    attention_backend: BackendOption = "",
+    cache_gib: CacheOption = 2.0,
+    max_model_len: LengthOption = None,
+    max_num_batched_tokens: BatchedTokensOption = 8192,
+    engine_python: EnginePythonOption = None,
+    scratch: ScratchOption = None,
+    start_seconds: StartOption = 300.0,
+    reduction: ReductionsOption = None,
+    batch_invariant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Values of VLLM_BATCH_INVARIANT, off and on; off if left out.",
+            metavar="SWITCH",
+            rich_help_panel=STUDY,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Requests at once; repeat the option. 1, 16, 32 and 64 if left out.",
+            metavar="N",
+            rich_help_panel=STUDY,
+        ),
+    ] = None,
+    requests: Annotated[
+        int,
+        typer.Option(
+            help="At least so many in one timing, in whole batches one after another.",
+            metavar="N",
+            rich_help_panel=STUDY,
+        ),
+    ] = 1,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(help="Of each prompt, random.", metavar="N", rich_help_panel=STUDY),
+    ] = 100,
+    new_tokens: Annotated[
+        int, typer.Option(help="Of each request, exactly.", metavar="N", rich_help_panel=STUDY)
+    ] = 150,
+    trials: Annotated[
+        int,
+        typer.Option(help="Times that all engines start anew.", metavar="N", rich_help_panel=STUDY),
+    ] = 2,
+    rounds: Annotated[
+        int, typer.Option(help="Of each trial.", metavar="N", rich_help_panel=STUDY)
+    ] = 5,
+    seed: Annotated[
+        int,
+        typer.Option(help="Of prompts and orders.", metavar="N", rich_help_panel=STUDY),
+    ] = 0,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help="What others are compared with; unsplit if it runs, else the first.",
+            metavar="KIND:SPLITS",
+            rich_help_panel=STUDY,
+        ),
+    ] = None,
+    budget_minutes: BudgetOption = None,
+    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
+    as_json: SummaryJsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,  # noqa: ARG001 (read by run)
+    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+) -> int:
+    """Time whole requests on vLLM under each reduction, side by side (the paper's table 4 and figure 6).
+
+    End-to-end latency, time to first token, time per output token and throughput. Every round times every engine once,
+    in a new order; starting and warming up are not timed. Without --reduction: none (no adapter), vllm-own, atomic:8,
+    unsplit, deterministic:8 and local. On a CPU vLLM's own shrink is all there is:
+    --reduction none --reduction vllm-own.
+
+    Exit codes: 0 done, or the budget is used up; 2 trouble (one line on stderr).
+    """
+    from fliptrace.studies.engine_process_lanes import run_lanes
+    from fliptrace.studies.engine_process_settings import EngineSettings
+    from fliptrace.studies.latency import BATCH_SIZES, REDUCTIONS, LatencyStudy
+
+    engines = EngineSettings(
+        mode=mode,
+        attention_backend=attention_backend,
+        dtype=str(dtype),
+        cache_gib=cache_gib,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        python=None if engine_python is None else str(engine_python),
+        scratch="" if scratch is None else str(scratch),
+        start_seconds=start_seconds,
+    )
+    engines.check(str(engine))
+    study = LatencyStudy(
+        shape=shape,
+        ranks=tuple(rank or (16, 32)),
+        model=model,
+        adapters=tuple(adapter or ()),
+        reductions=tuple(reduction or REDUCTIONS),
+        switches=tuple(batch_invariant or ("off",)),
+        batch_sizes=tuple(batch_size or BATCH_SIZES),
+        requests=requests,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        trials=trials,
+        rounds=rounds,
+        seed=seed,
+        baseline=baseline,
+        engines=engines,
+    )
+    return run_and_show(
+        study,
+        out,
+        budget_minutes=budget_minutes,
+        ray=None,
+        ray_workers=None,
+        as_json=as_json,
+        quiet=quiet,
+        executor=run_lanes,
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fliptrace.capture.arena import Slot
+from fliptrace.numerics.digest import mix_words, position_terms, shape_mixed
 
 _WORD_BYTES = 8
 
@@ -25,12 +28,16 @@ class Parts:
 
     Attributes:
         digests: int64 [slots, 2], the rows' digests.
+        shrinks: int64 [sites, 2], digests of the shrinks as records.
+        caches: int64 [cache layers, 2], digests of the cache rows as records.
         cache: int64 [2], the digest of the whole cache.
         top_values: the largest logits, in their dtype.
         top_ids: int64, their ids.
     """
 
     digests: Tensor
+    shrinks: Tensor
+    caches: Tensor
     cache: Tensor
     top_values: Tensor
     top_ids: Tensor
@@ -42,11 +49,15 @@ class TravellingParts:
 
     Attributes:
         slots: how many slots are digested.
+        shrinks: how many of them are shrinks.
+        caches: how many caches have two of them.
         top: how many logits are kept.
         logits_dtype: their dtype.
     """
 
     slots: int
+    shrinks: int
+    caches: int
     top: int
     logits_dtype: torch.dtype
 
@@ -55,16 +66,76 @@ class TravellingParts:
         return -(-self.top * self.logits_dtype.itemsize // _WORD_BYTES)
 
     @property
+    def _sizes(self) -> tuple[int, ...]:
+        pairs = (2 * self.slots, 2 * self.shrinks, 2 * self.caches)
+        return (*pairs, self.top, self._value_words, 2)
+
+    @property
     def words(self) -> int:
-        """64-bit words of all parts."""
-        return 2 * self.slots + 2 + self.top + self._value_words
+        """64-bit words of all parts; the cache's two are the last."""
+        return sum(self._sizes)
 
     def parts(self, buffer: Tensor) -> Parts:
         """View an int64 buffer of ``words`` as the parts."""
-        digests, cache, ids, values = buffer.split((2 * self.slots, 2, self.top, self._value_words))
+        digests, shrinks, caches, ids, values, cache = buffer.split(self._sizes)
         return Parts(
-            digests.view(self.slots, 2), cache, values.view(self.logits_dtype)[: self.top], ids
+            digests.view(-1, 2),
+            shrinks.view(-1, 2),
+            caches.view(-1, 2),
+            cache,
+            values.view(self.logits_dtype)[: self.top],
+            ids,
         )
+
+
+class RecordDigests:
+    """Turns row digests of one step into digest_tensor of its records, all records of a kind at once."""
+
+    def __init__(
+        self, shrinks: Sequence[Slot], caches: Sequence[Slot], device: torch.device
+    ) -> None:
+        """Make the constants.
+
+        Args:
+            shrinks: a slot per site.
+            caches: a slot for keys and one for values per layer.
+            device: where to compute: the host too, wherever digests lie.
+        """
+        places = {device.type: device, "cpu": torch.device("cpu")}
+        rows = torch.zeros(len(shrinks), dtype=torch.int64)
+        self._rows = {name: rows.to(place) for name, place in places.items()}
+        self._ranks = _columns([(slot.shape[1],) for slot in shrinks], places)
+        halves = torch.tensor([0, 1], dtype=torch.int64).repeat(len(caches) // 2)
+        self._halves = {name: halves.to(place) for name, place in places.items()}
+        shapes = [(2, 1, slot.shape[0], slot.shape[2]) for slot in caches[::2]]
+        self._sizes = _columns(shapes, places)
+
+    def of_shrinks(self, rows: Tensor) -> Tensor:
+        """Row digests [sites, 2] to those of the records [1, R]."""
+        digest = mix_words(position_terms(rows, self._rows[rows.device.type]))
+        digest = shape_mixed(digest, 1)
+        for sizes in self._ranks[rows.device.type]:
+            digest = shape_mixed(digest, sizes)
+        return digest
+
+    def of_caches(self, rows: Tensor) -> Tensor:
+        """Row digests of K and V [2 * layers, 2] to those of the records [2, 1, kv_heads, head_dim]."""
+        digest = mix_words(
+            position_terms(rows, self._halves[rows.device.type]).view(-1, 2, 2).sum(1)
+        )
+        for sizes in self._sizes[rows.device.type]:
+            digest = shape_mixed(digest, sizes)
+        return digest
+
+
+def _columns(
+    shapes: Sequence[tuple[int, ...]], places: Mapping[str, torch.device]
+) -> dict[str, list[Tensor]]:
+    """Return per place and dimension the sizes of all shapes, int64 [shapes, 1]."""
+    columns = [
+        torch.tensor(sizes, dtype=torch.int64).view(-1, 1) for sizes in zip(*shapes, strict=True)
+    ]
+    return {name: [column.to(place) for column in columns] for name, place in places.items()}
 
 
 class HostBuffers:
@@ -73,9 +144,7 @@ class HostBuffers:
     def __init__(self, whole: Tensor, travelling: TravellingParts) -> None:
         """View an int64 buffer on the host."""
         self.whole = whole
-        parts = travelling.parts(whole[: travelling.words])
-        self.digests, self.cache = parts.digests, parts.cache
-        self.top_values, self.top_ids = parts.top_values, parts.top_ids
+        self.parts = travelling.parts(whole[: travelling.words])
         self.records = whole[travelling.words :].view(torch.uint8)
 
 

@@ -17,6 +17,8 @@ from fliptrace.capture.cache_digest import cache_row_digests
 from fliptrace.capture.engine import RowSlots
 from fliptrace.capture.finishing import (
     HostBuffers,
+    Parts,
+    RecordDigests,
     Replay,
     Roll,
     TravellingParts,
@@ -26,9 +28,6 @@ from fliptrace.capture.frames import TOP_LOGITS, logits_frames, tensor_bytes, to
 from fliptrace.numerics.digest import (
     digest_rows,
     digest_tensor,
-    mix_words,
-    position_terms,
-    shape_mixed,
 )
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
 
@@ -215,7 +214,13 @@ class ArenaCapture:
         for group in groups:
             starts.append(starts[-1] + len(group))
         top = min(TOP_LOGITS, slots.logits.shape[0])
-        self._travelling = TravellingParts(starts[-1], top, slots.logits.dtype)
+        # The digests of whole records are computed where their launches are free: on CUDA within the captured graph, on
+        # the CPU in the store's thread.
+        self._early = device.type == "cuda"
+        self._records = RecordDigests(shrinks, caches, device)
+        self._travelling = TravellingParts(
+            starts[-1], len(shrinks), len(caches) // 2, top, slots.logits.dtype
+        )
         self.arena = Arena(
             [slot for group in groups for slot in group],
             device,
@@ -256,17 +261,8 @@ class ArenaCapture:
             )
             for _ in range(buffers)
         ]
-        self._finishing = Replay(self._digest, self.arena.head)
+        self._finishing = Replay(self._digest, self.arena.head[:-2])
         self._turn = 0
-        # Constants of the records' digests, on the host, where they are finished.
-        self._shrink_rows = torch.zeros(len(shrinks), dtype=torch.int64)
-        self._shrink_ranks = torch.tensor([[slot.shape[1]] for slot in shrinks], dtype=torch.int64)
-        self._cache_halves = torch.tensor([0, 1], dtype=torch.int64).repeat(len(caches) // 2)
-        shapes = [entry.shape for entry in self._layouts[Kind.CACHE].entries]
-        self._cache_sizes = [
-            torch.tensor([[shape[dimension]] for shape in shapes], dtype=torch.int64).view(-1, 1)
-            for dimension in range(4)
-        ]
 
     def shrink(self, site: int, operand: Tensor, output: Tensor) -> None:
         """See StepCapture."""
@@ -318,22 +314,32 @@ class ArenaCapture:
                 event.synchronize()
             return self._frames(step, tuple(launches), host, sources)
 
-        return CapturedStep(cache_rows, lambda: host.cache, frames)
+        return CapturedStep(cache_rows, lambda: host.parts.cache, frames)
 
     def _digest(self) -> None:
         """Digest every slot and find the largest logits; all of it lies at fixed addresses."""
         parts = self._device_parts
         parts.digests.copy_(self.arena.digests())
+        if self._early:
+            self._digest_records(parts)
         values, ids = top_logits(self.arena.slots[self._first["logits"]])
         parts.top_values.copy_(values)
         parts.top_ids.copy_(ids)
+
+    def _digest_records(self, parts: Parts) -> None:
+        first = self._first
+        parts.shrinks.copy_(self._records.of_shrinks(parts.digests[: first["cache"]]))
+        if self._cache_place:
+            rows = parts.digests[first["cache"] : first["operand"]]
+            parts.caches.copy_(self._records.of_caches(rows))
 
     def _frames(
         self, step: int, launches: tuple[str, ...], host: HostBuffers, sources: tuple[int, ...]
     ) -> list[Frame]:
         first = self._first
-        digests = host.digests
-        rows = digests[: first["cache"]]
+        digests = host.parts.digests
+        if not self._early:
+            self._digest_records(host.parts)
         index = self._source_tensors.get(sources)
         if index is None:
             index = torch.tensor(sources, dtype=torch.int64) + first["operand"]
@@ -354,7 +360,7 @@ class ArenaCapture:
                 Kind.SHRINK,
                 layout,
                 self._payload(host, "shrink", "cache"),
-                self._record_digests(rows),
+                host.parts.shrinks,
             ),
             Frame(
                 step,
@@ -376,7 +382,7 @@ class ArenaCapture:
                     Kind.CACHE,
                     self._layouts[Kind.CACHE],
                     self._payload(host, "cache", "operand"),
-                    self._cache_record_digests(digests[first["cache"] : first["operand"]]),
+                    host.parts.caches,
                 )
             )
         if self.keep_operands:
@@ -389,7 +395,10 @@ class ArenaCapture:
                 )
             )
         logits_digest = digests[first["logits"] : first["end"]]
-        return [*built, *logits_frames(step, host.top_values, host.top_ids, logits_digest)]
+        return [
+            *built,
+            *logits_frames(step, host.parts.top_values, host.parts.top_ids, logits_digest),
+        ]
 
     def _payload(self, host: HostBuffers, begin: str, end: str) -> bytes:
         """Join the rows of a group of slots, without the padding between them."""
@@ -403,18 +412,6 @@ class ArenaCapture:
             ].tobytes()
             for slot in range(start, stop)
         )
-
-    def _record_digests(self, rows: Tensor) -> Tensor:
-        """Turn row digests into digest_tensor of each record [1, R], all at once."""
-        digest = mix_words(position_terms(rows, self._shrink_rows))
-        return shape_mixed(shape_mixed(digest, 1), self._shrink_ranks)
-
-    def _cache_record_digests(self, rows: Tensor) -> Tensor:
-        """Turn K and V row digests into digest_tensor of each record [2, 1, kv_heads, head_dim]."""
-        digest = mix_words(position_terms(rows, self._cache_halves).view(-1, 2, 2).sum(1))
-        for sizes in self._cache_sizes:
-            digest = shape_mixed(digest, sizes)
-        return digest
 
     def _make_layouts(
         self, shrinks: list[Slot], caches: list[Slot], operands: list[Slot]

@@ -1,0 +1,339 @@
+"""Measure what recording costs in vLLM, eager, at batch 1: one engine, everything interleaved in one run.
+
+    python examples/measure/vllm_cost.py MODEL ADAPTER --tokens 128 --rounds 5 --out cost.jsonl
+    python examples/measure/vllm_cost.py MODEL ADAPTER --profile --out cost.jsonl
+
+Four arms take turns, in another order each round: ``alone`` (the LLM generates with nothing attached), ``idle`` (it
+generates while a tracer is attached to it), ``unrecorded`` (the tracer steps it) and ``recorded`` (the same, recorded
+into a trace). Times are of decoding, from the first token on, in ms per token; of ``recorded`` also until the trace is
+committed. Ratios are per round, and their median counts: idle to alone, recorded to unrecorded. All arms must choose
+the same tokens where the shrink is repeatable. ``--profile`` prints torch.profiler's dearest operations of one recorded
+and one unrecorded step, and how long each part of recording takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import torch
+
+import fliptrace as ft
+from fliptrace.capture.decoding import choose, generate
+from fliptrace.capture.recorder import Recorder, RecorderOptions
+from fliptrace.capture.vllm_engine import OWN_REDUCTION, VllmEngine, load_llm
+from fliptrace.manifest import Manifest
+from fliptrace.store import TraceWriter
+from fliptrace.trace import Closing
+
+QUESTION = (
+    "Janet has 16 eggs. She eats three and sells the rest for $2 each. How much does she earn?"
+)
+ARMS = ("alone", "idle", "unrecorded", "recorded")
+
+
+class Bench:
+    """One LLM, with and without a tracer."""
+
+    def __init__(self, options: argparse.Namespace, folder: str) -> None:
+        """Load the model."""
+        self.options = options
+        self.folder = Path(folder)
+        self.loaded = load_llm(
+            options.model, options.adapter, arguments=options.vllm_arguments or {}
+        )
+        self.prompt = ft.encode_prompt(self.loaded.tokenizer, QUESTION)
+        self.engine: VllmEngine | None = None
+        self.captured: bool | None = None
+
+    def attach(self) -> VllmEngine:
+        """Return the tracer's engine."""
+        if self.engine is None:
+            seed = 0 if self._simulated() else None
+            self.engine = VllmEngine(self.loaded, reduction=self.options.reduction, seed=seed)
+        return self.engine
+
+    def detach(self) -> None:
+        """Take the tracer off."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def _simulated(self) -> bool:
+        return self.options.reduction.startswith("atomic") and not torch.cuda.is_available()
+
+    def run(self, arm: str, tokens: int) -> dict[str, Any]:
+        """Generate ``tokens`` tokens in one way; seconds of decoding, of committing, and the tokens."""
+        if arm == "alone":
+            self.detach()
+            return self._by_llm(tokens)
+        engine = self.attach()
+        if arm == "idle":
+            engine._request.end()
+            return self._by_llm(tokens)
+        return self._by_tracer(engine, tokens, recorded=arm == "recorded")
+
+    def _by_llm(self, tokens: int) -> dict[str, Any]:
+        """Step vLLM's own engine; the prefill ends with the first token."""
+        from vllm import SamplingParams
+
+        llm_engine = self.loaded.llm.llm_engine
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        llm_engine.add_request(
+            f"cost-{time.monotonic_ns()}",
+            {"prompt_token_ids": list(self.prompt.ids)},
+            parameters,
+            lora_request=self.loaded.lora_request,
+        )
+        begin, ids = None, []
+        while llm_engine.has_unfinished_requests():
+            for output in llm_engine.step():
+                ids = list(output.outputs[0].token_ids)
+            begin = begin or now()
+        return {"decode": now() - begin, "ids": ids}
+
+    def _by_tracer(self, engine: VllmEngine, tokens: int, *, recorded: bool) -> dict[str, Any]:
+        marks: list[float] = []
+        recorder, writer = self.recorder(engine) if recorded else (None, None)
+
+        def on_choice(step: int, choice: Any, logits: torch.Tensor) -> None:
+            if recorder is not None:
+                recorder.complete_step(step, choice, logits)
+            if step == 0:
+                marks.append(now())
+
+        arguments: dict[str, Any] = {"max_new_tokens": tokens, "end_ids": set()}
+        if recorder is None:
+            execution = generate(engine, self.prompt.ids, on_choice=on_choice, **arguments)
+            marks.append(now())
+        else:
+            with engine.observed(recorder):
+                execution = generate(engine, self.prompt.ids, on_choice=on_choice, **arguments)
+                marks.append(now())
+            writer.close(Closing(complete=True, stop_reason="max new tokens", steps=tokens))
+            self.captured = recorder._arena is not None and recorder._arena._finishing.is_captured
+        result = {"decode": marks[1] - marks[0], "ids": list(execution.token_ids)}
+        if recorded:
+            result["committed"] = time.perf_counter() - marks[0]
+        return result
+
+    def recorder(self, engine: VllmEngine) -> tuple[Recorder, TraceWriter]:
+        """Make a recorder that writes into a fresh file."""
+        path = self.folder / "cost.trace"
+        for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+            name.unlink(missing_ok=True)
+        writer = TraceWriter(path, Manifest(engine.describe()))
+        return Recorder(engine, writer, RecorderOptions()), writer
+
+
+def now() -> float:
+    """Return the time when all that was launched is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all arms in turn, each round in another order."""
+    for arm in ARMS:
+        bench.run(arm, 8)
+    rounds = []
+    for number in range(options.rounds):
+        order = ARMS[number % 4 :] + ARMS[: number % 4]
+        rounds.append({arm: bench.run(arm, options.tokens) for arm in order})
+    count = options.tokens - 1
+    ratios = {
+        "idle_to_alone": [one["idle"]["decode"] / one["alone"]["decode"] for one in rounds],
+        "recorded_to_unrecorded": [
+            one["recorded"]["decode"] / one["unrecorded"]["decode"] for one in rounds
+        ],
+        "committed_to_unrecorded": [
+            one["recorded"]["committed"] / one["unrecorded"]["decode"] for one in rounds
+        ],
+    }
+    return {
+        "what": "cost",
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "ms_per_token": {
+            arm: 1e3 * statistics.median(one[arm]["decode"] for one in rounds) / count
+            for arm in ARMS
+        },
+        "ratio_median": {name: statistics.median(values) for name, values in ratios.items()},
+        "ratio_min_max": {name: [min(values), max(values)] for name, values in ratios.items()},
+        "tokens_equal": {
+            arm: all(one[arm]["ids"] == one["unrecorded"]["ids"] for one in rounds) for arm in ARMS
+        },
+        "digests_by_captured_graph": bench.captured,
+        "engine": describe(bench),
+    }
+
+
+def describe(bench: Bench) -> dict[str, Any]:
+    """Name what ran."""
+    engine = bench.attach()
+    described = engine.describe()
+    return {
+        "reduction": described["reduction"]["identity"],
+        "attention": described["model"]["attention"],
+        "settings": described["engine"]["settings_read_in_worker"],
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "sites": len(engine.sites),
+    }
+
+
+def profile(bench: Bench) -> dict[str, Any]:
+    """Profile one step, unrecorded and recorded, and time the parts of recording over 48 steps."""
+    engine = bench.attach()
+    document: dict[str, Any] = {"what": "profile", "operations": {}}
+    for recorded in (False, True):
+        recorder, writer = bench.recorder(engine) if recorded else (None, None)
+        name = "recorded" if recorded else "unrecorded"
+        if recorder is None:
+            step = stepper(engine, bench.prompt.ids, None)
+            document["operations"][name] = profiled(step)
+        else:
+            with engine.observed(recorder):
+                step = stepper(engine, bench.prompt.ids, recorder)
+                document["operations"][name] = profiled(step)
+            writer.close(Closing(complete=False, stop_reason="profiled", steps=0))
+    document["parts_ms_per_step"] = parts(bench, engine)
+    return document
+
+
+def stepper(
+    engine: VllmEngine, ids: tuple[int, ...], recorder: Recorder | None
+) -> Callable[[], None]:
+    """Start a generation; what is returned runs one step of it."""
+    state: dict[str, Any] = {"token": None, "step": 0}
+    engine.start(ids)
+
+    def step() -> None:
+        logits = engine.step(state["token"])
+        choice = choose(logits, state["step"])
+        if recorder is not None:
+            recorder.complete_step(state["step"], choice, logits)
+        state["token"], state["step"] = choice.token, state["step"] + 1
+
+    return step
+
+
+def profiled(step: Callable[[], None]) -> dict[str, Any]:
+    """Run ten steps and profile the eleventh; prints the tables."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    for _ in range(10):
+        step()
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    begin = now()
+    step()
+    plain = now() - begin
+    with torch_profile(activities=activities) as result:
+        step()
+        now()
+    averages = result.key_averages()
+    print(f"one step takes {1e3 * plain:.2f} ms without the profiler", file=sys.stderr)
+    print(averages.table(sort_by="self_cpu_time_total", row_limit=25), file=sys.stderr)
+    if torch.cuda.is_available():
+        print(averages.table(sort_by="self_cuda_time_total", row_limit=25), file=sys.stderr)
+    counts = {event.key: event.count for event in averages}
+    times = {event.key: event.self_cpu_time_total / 1e3 for event in averages}
+    dearest = sorted(times, key=lambda key: -times[key])[:40]
+    return {
+        "step_ms": 1e3 * plain,
+        "launches": sum(count for key, count in counts.items() if "LaunchKernel" in key),
+        "memory_copies": sum(count for key, count in counts.items() if "cudaMemcpy" in key),
+        "synchronisations": {
+            key: count for key, count in counts.items() if "Synchronize" in key or "item" in key
+        },
+        "self_cpu_ms": {key: [times[key], counts[key]] for key in dearest},
+    }
+
+
+def parts(bench: Bench, engine: VllmEngine) -> dict[str, float]:
+    """Time the host side of each part of recording, without waiting for the device: ms per step."""
+    recorder, writer = bench.recorder(engine)
+    spent: dict[str, float] = {}
+
+    def timed(owner: Any, name: str, label: str) -> None:
+        own = getattr(owner, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return own(*arguments, **keywords)
+            finally:
+                spent[label] = spent.get(label, 0.0) + time.perf_counter() - begin
+
+        setattr(owner, name, call)
+
+    steps = 48
+    with engine.observed(recorder):
+        step = stepper(engine, bench.prompt.ids, recorder)
+        for _ in range(6):
+            step()
+        filler, capture = engine._filler, recorder._arena
+        timed(filler, "finish", "copy what was held")
+        timed(capture, "finish", "digests and transfer")
+        timed(recorder, "_roll", "of it the cache's digest")
+        timed(recorder, "complete_step", "whole completion")
+        timed(writer, "write_step", "hand-over to the store")
+        timed(capture, "_frames", "frames, in the store's thread")
+        begin = now()
+        for _ in range(steps):
+            step()
+        spent["whole step"] = now() - begin
+    writer.close(Closing(complete=False, stop_reason="profiled", steps=0))
+    return {label: 1e3 * seconds / steps for label, seconds in spent.items()}
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("adapter")
+    parser.add_argument("--reduction", default=OWN_REDUCTION)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--vllm-arguments", type=json.loads, default=None, help="JSON: further arguments of LLM"
+    )
+    parser.add_argument("--profile", action="store_true", help="profile one step and its parts")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, folder)
+        try:
+            documents = [measure(bench, options)] if options.rounds else []
+            if options.profile:
+                documents.append(profile(bench))
+        finally:
+            bench.detach()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a") as file:
+        for document in documents:
+            print(json.dumps(document), file=file)
+            print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -107,10 +107,15 @@ def engine_options(attention_backend: str) -> dict[str, Any]:
 
 
 class Engine(EngineProcess):
-    """An engine whose inside is vllm_engine.py."""
+    """An engine whose inside is vllm_engine.py, or another script that answers likewise."""
 
     def __init__(
-        self, out: Path, name: str, settings: dict[str, Any], variables: dict[str, str]
+        self,
+        out: Path,
+        name: str,
+        settings: dict[str, Any],
+        variables: dict[str, str],
+        script: Path = ENGINE,
     ) -> None:
         log = out / "logs" / f"{name.replace(':', '-')}.log"
         super().__init__(name, log, [sys.executable, str(script), json.dumps(settings)], variables)

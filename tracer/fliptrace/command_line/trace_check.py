@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fliptrace.command_line.options import (
+    MODEL,
     OUTPUT,
     PROMPT,
     SEARCH,
@@ -33,12 +34,24 @@ from fliptrace.command_line.study_options import (
 )
 from fliptrace.errors import InputError
 
+if TYPE_CHECKING:
+    from fliptrace.studies.check import CheckResult
+
 
 def trace_check(
     *,
     demo: Annotated[
         bool, typer.Option("--demo", help="Check the bundled model, on the CPU.")
     ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="Check a running server that speaks OpenAI's completions, such as vLLM's; --model is then the name of "
+            "a served model or adapter.",
+            metavar="URL",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     model: ModelOption = None,
     adapter: AdapterOption = None,
     engine: EngineOption = EngineName.AUTO,
@@ -119,12 +132,32 @@ def trace_check(
     Exit codes: 0 passed, 1 failed: something changed that --fail-on names, or differs from --against; 2 trouble (one
     line on stderr).
     """
+    if server is not None:
+        if demo or adapter or reduction:
+            raise InputError(
+                "--server checks what runs there; leave out --demo, --adapter and --reduction"
+            )
+        from fliptrace.studies.server_check import ServerSettings, run_server_check
+
+        asked = ServerSettings(
+            url=server,
+            model=model,
+            prompts=tuple(prompt or ()),
+            rounds=runs,
+            seconds=seconds,
+            max_new_tokens=max_new_tokens,
+            fail_on=fail_on,
+        )
+        with progress_bar(quiet or as_json) as show:
+            return _shown(
+                run_server_check(asked, against=against, save=save, progress=show), as_json
+            )
     from fliptrace.studies.check import CheckSettings, run_check
 
     if demo and (model or adapter):
         raise InputError("--demo checks the bundled model; leave out --model and --adapter")
     if not demo and not (model and adapter):
-        raise InputError("give --model and --adapter, or --demo (see trace-check --help)")
+        raise InputError("give --model and --adapter, --server, or --demo (see trace-check --help)")
     settings = CheckSettings(
         model=model_settings(
             model,
@@ -144,7 +177,10 @@ def trace_check(
         fail_on=fail_on,
     )
     with progress_bar(quiet or as_json) as show:
-        result = run_check(settings, against=against, save=save, progress=show)
+        return _shown(run_check(settings, against=against, save=save, progress=show), as_json)
+
+
+def _shown(result: CheckResult, as_json: bool) -> int:
     if as_json:
         show_document(result.to_json())
     else:

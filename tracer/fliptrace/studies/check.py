@@ -6,14 +6,12 @@ its bound. A golden file holds digests of tokens and logits, to be compared on a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fliptrace.errors import InputError, RecordingError
-from fliptrace.manifest import Manifest, differing_keys
+from fliptrace.errors import InputError
 from fliptrace.pair.engines import VLLM_OWN
 from fliptrace.studies.engines import (
     ModelSettings,
@@ -22,11 +20,10 @@ from fliptrace.studies.engines import (
     is_repeatable,
     simulates,
 )
-from fliptrace.studies.journal import replace_file
+from fliptrace.studies.golden import golden_differences, read_golden, require_same, save_golden
 from fliptrace.studies.repeatability import PromptRuns, engine_runner, run_rounds
 from fliptrace.studies.statistics import Share, exact_share, rate_bound, ratio_interval
 
-GOLDEN_VERSION = 1
 #: What a change has to be for the check to fail.
 LEVELS = ("token", "any")
 #: Asked where a person names no prompts: short, of several kinds, answered at some length.
@@ -83,23 +80,46 @@ class CheckSettings:
         return PROMPTS
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What was checked, in words.
+
+    Attributes:
+        place: model, adapter, engine, hardware.
+        kernel: of the shrinks.
+        notes: what a reader must know of the runs.
+        watched: what is compared besides tokens: ``bit of a logit``.
+        in_logits: where it is: ``logits``.
+        caution: said after runs that repeated; None where the order of sums is fixed by construction.
+        simulated: arrival orders were simulated.
+    """
+
+    place: str
+    kernel: str
+    notes: tuple[str, ...] = ()
+    watched: str = "bit of a logit"
+    in_logits: str = "logits"
+    caution: str | None = None
+    simulated: bool = False
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """What a check found.
 
     Attributes:
-        description: what the engine says about itself, and the kernels that ran.
-        reduction: its identity.
-        simulated: arrival orders were simulated.
+        stack: what ran, in words.
+        description: the same as a manifest's sections.
+        reduction: its identity, or ``server``.
         prompts: all runs.
         rounds: runs of each prompt.
         golden: what differs from a golden file, one sentence each; None without one.
         fail_on: see CheckSettings.
     """
 
+    stack: Stack
     description: Mapping[str, Any]
     reduction: str
-    simulated: bool
     prompts: Sequence[PromptRuns]
     rounds: int
     golden: Sequence[str] | None
@@ -143,9 +163,11 @@ class CheckResult:
         return exact_share(changed, len(self.prompts))
 
     @property
-    def ties(self) -> int:
-        """Steps of the first runs whose two best logits are exactly equal."""
-        return sum(prompt.runs[0].ties or 0 for prompt in self.prompts)
+    def ties(self) -> int | None:
+        """Steps of the first runs whose two best logits are exactly equal; None where they cannot be seen."""
+        found = [prompt.runs[0].ties for prompt in self.prompts]
+        seen = [ties for ties in found if ties is not None]
+        return sum(seen) if len(seen) == len(found) else None
 
     def flips_per_thousand(self) -> tuple[float, float]:
         """Return flips per 1,000 compared tokens, and an upper bound (95 %).
@@ -165,39 +187,33 @@ class CheckResult:
 
     def sentences(self) -> list[str]:
         """Return the answer for a person."""
-        model, adapter = self.description.get("model", {}), self.description.get("adapter", {})
+        stack = self.stack
         rate, bound = self.flips_per_thousand()
         compared = (
             f"{len(self.prompts)} prompts × {self.rounds} runs, {self.tokens:,} tokens compared"
         )
-        lines = [
-            f"{model.get('name')} + {adapter.get('name')}, {_place(self.description)}",
-            f"kernel in use: {self.description['kernels'][self.reduction]}",
-        ]
-        if self.simulated:
-            lines.append(
-                "arrival orders of atomics are simulated here, a new schedule in each run; a GPU has orders of its own"
-            )
+        lines = [stack.place, f"kernel in use: {stack.kernel}", *stack.notes]
         if self.repeatable:
             lines.append(
-                f"repeatable in {self.rounds} runs: no token and no bit of a logit changed ({compared}); a prompt "
+                f"repeatable in {self.rounds} runs: no token and no {stack.watched} changed ({compared}); a prompt "
                 f"changes with at most {100 * _high(self.prompts_any_bit):.3g} % (95 %)"
             )
-            if not is_repeatable(self.reduction):
-                lines.append(
-                    f"{self.reduction} has no fixed order by construction: other runs may differ, whatever these did"
-                )
+            if stack.caution is not None:
+                lines.append(stack.caution)
         else:
             lines.append(f"affected: the same greedy request gives other results ({compared})")
             lines.append(
-                f"runs with other bits in logits of the same prefix: {self.changed_bits} of "
+                f"runs with other bits in {stack.in_logits} of the same prefix: {self.changed_bits} of "
                 f"{(self.rounds - 1) * len(self.prompts)}; prompts with any: {self.prompts_any_bit}"
             )
         lines.append(
             f"token flips: {self.flips}, {rate:.3g} per 1,000 tokens (95 %: at most {bound:.3g}); prompts: "
             f"{self.prompts_changed}"
         )
-        lines.append(f"steps decided by tie-break in the first runs: {self.ties}")
+        lines.append(
+            "steps decided by tie-break in the first runs: "
+            + ("cannot be seen" if self.ties is None else str(self.ties))
+        )
         if self.golden is not None:
             lines += self.golden or ["golden digests: equal"]
         lines.append("passed" if self.passed else f"failed (--fail-on {self.fail_on})")
@@ -211,9 +227,9 @@ class CheckResult:
             "fail_on": self.fail_on,
             "repeatable_in_these_runs": self.repeatable,
             "reduction": self.reduction,
-            "repeatable_by_construction": is_repeatable(self.reduction),
-            "simulated_atomics": self.simulated,
-            "kernel": self.description["kernels"][self.reduction],
+            "repeatable_by_construction": self.stack.caution is None,
+            "simulated_atomics": self.stack.simulated,
+            "kernel": self.stack.kernel,
             "rounds": self.rounds,
             "tokens_compared": self.tokens,
             "flips": self.flips,
@@ -259,10 +275,7 @@ def run_check(
         RecordingError: nothing is saved, as the runs did not repeat.
         StorageError: the golden file cannot be written.
     """
-    if settings.fail_on not in LEVELS:
-        raise InputError(f"a check fails on {' or '.join(LEVELS)}; got {settings.fail_on!r}")
-    if settings.max_new_tokens < 1:
-        raise InputError(f"max new tokens must be at least 1; got {settings.max_new_tokens}")
+    check_numbers(settings.fail_on, settings.max_new_tokens)
     reduction = settings.chosen_reduction
     golden = None if against is None else read_golden(against)
     engine = settings.model.load()
@@ -284,9 +297,9 @@ def run_check(
         prompts, runner, rounds=settings.rounds, seconds=settings.seconds, progress=progress
     )
     result = CheckResult(
+        stack=_stack(description, reduction, simulates(engine, reduction)),
         description=description,
         reduction=reduction,
-        simulated=simulates(engine, reduction),
         prompts=prompts,
         rounds=rounds,
         golden=None if golden is None else golden_differences(golden, description, prompts),
@@ -297,108 +310,37 @@ def run_check(
     return result
 
 
-def save_golden(path: Path, result: CheckResult, max_new_tokens: int) -> None:
-    """Write golden digests.
+def check_numbers(fail_on: str, max_new_tokens: int) -> None:
+    """Refuse settings that mean nothing.
 
     Raises:
-        RecordingError: the runs did not repeat, so that there is nothing to hold others to.
-        StorageError: the file cannot be written.
+        InputError: which.
     """
-    if not result.repeatable:
-        raise RecordingError(
-            f"golden digests are of runs that repeat, and these did not ({result.flips} flips, {result.changed_bits} "
-            f"runs with other bits under {result.reduction}); {path} was not written. Try --reduction deterministic:8"
+    if fail_on not in LEVELS:
+        raise InputError(f"a check fails on {' or '.join(LEVELS)}; got {fail_on!r}")
+    if max_new_tokens < 1:
+        raise InputError(f"max new tokens must be at least 1; got {max_new_tokens}")
+
+
+def _stack(description: Mapping[str, Any], reduction: str, simulated: bool) -> Stack:
+    model, adapter = description.get("model", {}), description.get("adapter", {})
+    notes = (
+        "arrival orders of atomics are simulated here, a new schedule in each run; a GPU has orders of its own",
+    )
+    caution = (
+        f"{reduction} has no fixed order by construction: other runs may differ, whatever these did"
+    )
+    if reduction == VLLM_OWN:
+        caution = (
+            f"{reduction} is whatever vLLM runs; nothing here says that other runs will not differ"
         )
-    document = {
-        "golden_version": GOLDEN_VERSION,
-        "reduction": result.reduction,
-        "max_new_tokens": max_new_tokens,
-        "prompts": [
-            {
-                "ids_sha256": prompt.ids_sha256,
-                "tokens": prompt.runs[0].tokens_digest,
-                "logits": prompt.runs[0].logits_digest,
-            }
-            for prompt in result.prompts
-        ],
-        "manifest": dict(result.description),
-    }
-    replace_file(path, json.dumps(document, indent=1) + "\n")
-
-
-def read_golden(path: Path) -> dict[str, Any]:
-    """Read what save_golden wrote.
-
-    Raises:
-        InputError: it is no golden file, or one of another version.
-    """
-    try:
-        found: Any = json.loads(path.read_text("utf-8"))
-        version = found["golden_version"]
-        complete = all(
-            {"ids_sha256", "tokens", "logits"} <= set(prompt) for prompt in found["prompts"]
-        ) and {"reduction", "max_new_tokens", "manifest"} <= set(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is no golden file of trace-check ({error!r})") from error
-    if version != GOLDEN_VERSION or not complete:
-        raise InputError(
-            f"{path} is a golden file of version {version}, this one reads {GOLDEN_VERSION}; save it again"
-        )
-    return dict(found)
-
-
-def require_same(
-    golden: Mapping[str, Any],
-    description: Mapping[str, Any],
-    reduction: str,
-    prompts: Sequence[PromptRuns],
-    max_new_tokens: int,
-    name: str,
-) -> None:
-    """Refuse to compare what was not asked the same.
-
-    Raises:
-        InputError: what differs.
-    """
-    here, there = Manifest(description), Manifest(golden["manifest"])
-    pairs = [
-        (key, there.get(key), here.get(key))
-        for key in ("model.sha256", "model.dtype", "adapter.sha256")
-    ]
-    pairs += [
-        ("reduction", golden["reduction"], reduction),
-        ("max new tokens", golden["max_new_tokens"], max_new_tokens),
-        (
-            "prompts",
-            [prompt["ids_sha256"] for prompt in golden["prompts"]],
-            [prompt.ids_sha256 for prompt in prompts],
-        ),
-    ]
-    for what, before, after in pairs:
-        if before != after:
-            shown = "" if what == "prompts" else f" ({before} there, {after} here)"
-            raise InputError(
-                f"golden file {name} is of another {what}{shown}; its digests say nothing about these runs"
-            )
-
-
-def golden_differences(
-    golden: Mapping[str, Any], description: Mapping[str, Any], prompts: Sequence[PromptRuns]
-) -> list[str]:
-    """Return one sentence per prompt whose first run is not the golden one, then what else is different here."""
-    sentences = []
-    for before, prompt in zip(golden["prompts"], prompts, strict=True):
-        run = prompt.runs[0]
-        if before["tokens"] != run.tokens_digest:
-            sentences.append(f"{prompt.name}: other tokens than in the golden file")
-        elif before["logits"] != run.logits_digest:
-            sentences.append(f"{prompt.name}: the golden file's tokens, other bits in logits")
-    if sentences:
-        odd = differing_keys(Manifest(golden["manifest"]), Manifest(description))
-        sentences += [
-            f"different here: {key} was {before}, is {after}" for key, before, after in odd
-        ]
-    return sentences
+    return Stack(
+        place=f"{model.get('name')} + {adapter.get('name')}, {_place(description)}",
+        kernel=str(description["kernels"][reduction]),
+        notes=notes if simulated else (),
+        caution=None if is_repeatable(reduction) else caution,
+        simulated=simulated,
+    )
 
 
 def _high(share: Share) -> float:

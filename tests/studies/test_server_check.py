@@ -1,0 +1,174 @@
+"""trace-check --server against a real server around the bundled model; with vLLM installed, against vLLM's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import fliptrace as ft
+from fliptrace.command_line import trace_check
+from fliptrace.errors import InputError
+from fliptrace.studies.server_check import CompletionsServer
+
+SHORT = "--runs 2 --max-new-tokens 24 --model tuned --quiet".split()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The bundled model on the CPU."""
+    bundled = ft.bundled_model()
+    return ft.load_engine(bundled.model, bundled.adapter, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Two bundled problems, as options; the first flips under atomic:8 with other seeds."""
+    rows = ft.bundled_model().prompts
+    return [word for row in (36, 31) for word in ("--prompt", rows[row].text)]
+
+
+@pytest.fixture
+def served(load_neighbour, engine):
+    """A function that serves the bundled model under a reduction."""
+    module = load_neighbour(Path(__file__).parent / "model_server.py")
+    return lambda reduction, **options: module.ModelServer(engine, reduction, **options)
+
+
+def test_a_server_with_atomics_fails_and_with_a_fixed_order_passes(run_main, served, prompts):
+    """Exit 1 and 0 on the same model; what cannot be known from outside is said."""
+    with served("atomic:8") as server:
+        affected = run_main(trace_check.main, "--server", server.url, *SHORT, *prompts)
+    assert (affected.code, affected.err) == (1, "")
+    assert "affected: the same greedy request gives other results" in affected.out
+    assert "kernel in use: cannot be known from outside" in affected.out
+    assert "vLLM 0.0-test" in affected.out
+    with served("deterministic:8") as server:
+        fixed = run_main(trace_check.main, "--server", server.url, *SHORT, *prompts, "--json")
+    found = json.loads(fixed.out)
+    assert (fixed.code, found["flips"], found["runs_with_changed_bits"]) == (0, 0, 0)
+    assert found["repeatable_by_construction"] is False
+    assert found["flips_per_1000_tokens_at_most"] == pytest.approx(
+        2995.73 / found["tokens_compared"], rel=1e-4
+    )
+    assert isinstance(found["ties"], int)
+
+
+def test_the_servers_tokens_are_the_engines(served, engine, prompts):
+    """Token ids, ties and their number agree with the engine behind the server."""
+    with served("deterministic:8") as server:
+        client = CompletionsServer(server.url, "tuned")
+        found = client.complete(prompts[1], 24)
+    from fliptrace.studies.engines import encode, generate_once
+
+    own = generate_once(
+        engine,
+        encode(engine, prompts[1], "test", chat_template=False),
+        reduction="deterministic:8",
+        seed=0,
+        max_new_tokens=24,
+    )
+    assert found.token_ids == own.token_ids
+    assert client.says_ids
+    # The engine's logits are BF16, log-probabilities FP32: what ties there ties here.
+    assert found.ties == own.ties
+
+
+def test_golden_digests_of_a_server(run_main, served, prompts, tmp_path):
+    """Saved from one server, equal on another with the same reduction, different with another one."""
+    golden = tmp_path / "golden.json"
+    with served("deterministic:8") as server:
+        saved = run_main(
+            trace_check.main, "--server", server.url, *SHORT, *prompts, "--save", golden
+        )
+    assert saved.code == 0
+    for reduction, code, words in (
+        ("deterministic:8", 0, "golden digests: equal"),
+        ("unsplit", 1, "golden file"),
+    ):
+        with served(reduction) as server:
+            again = run_main(
+                trace_check.main, "--server", server.url, *SHORT, *prompts, "--against", golden
+            )
+        assert (again.code, words in again.out) == (code, True), again
+    with served("atomic:8") as server:
+        refused = run_main(
+            trace_check.main, "--server", server.url, *SHORT, *prompts, "--save", tmp_path / "no"
+        )
+    assert (refused.code, "FLIPTRACE_SHRINK" in refused.err) == (2, True)
+    with served("deterministic:8") as server:
+        other = run_main(
+            trace_check.main, "--server", server.url, *SHORT, "--prompt", "x", "--against", golden
+        )
+    assert (other.code, "another prompts" in other.err) == (2, True)
+
+
+def test_a_server_that_is_not_vllm(run_main, served, prompts):
+    """Without token ids tokens are compared as texts, and that is said."""
+    with served("unsplit", vllm=False) as server:
+        found = run_main(trace_check.main, "--server", server.url, *SHORT, *prompts)
+    assert found.code == 0
+    assert "compared as texts" in found.out
+    assert "version not said" in found.out
+
+
+def test_trouble_with_servers(run_main, served):
+    """One line each: no server, no such model, several models, no log-probabilities, options that do not fit."""
+    nowhere = run_main(trace_check.main, "--server", "http://127.0.0.1:9", *SHORT)
+    assert (nowhere.code, nowhere.err.count("\n")) == (2, 1)
+    assert "is it running?" in nowhere.err
+    with served("unsplit", with_logprobs=False) as server:
+        with pytest.raises(InputError, match="several models, name one: base, tuned"):
+            CompletionsServer(server.url)
+        with pytest.raises(InputError, match="no model 'other'"):
+            CompletionsServer(server.url, "other")
+        with pytest.raises(InputError, match="no log-probabilities"):
+            CompletionsServer(server.url, "tuned").complete("Hello", 2)
+    for url in ("ftp://127.0.0.1", "127.0.0.1:80", "file:///etc/passwd"):
+        with pytest.raises(InputError, match="http://HOST:PORT"):
+            CompletionsServer(url)
+    mixed = run_main(trace_check.main, "--server", "http://x", "--reduction", "unsplit")
+    assert (mixed.code, "--reduction" in mixed.err) == (2, True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
+def test_vllms_own_server(run_main, tmp_path):
+    """vLLM's server with the bundled adapter, started here: what torch sums on the CPU repeats."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    bundled = ft.bundled_model()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", bundled.model),
+        *("--served-model-name", "base", "--enable-lora", "--max-lora-rank", "16"),
+        *("--lora-modules", f"tuned={bundled.adapter}", "--host", "127.0.0.1", "--port", str(port)),
+        *("--enforce-eager", "--no-enable-prefix-caching", "--max-num-seqs", "2"),
+    ]
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        for _ in range(120):
+            time.sleep(1)
+            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+                break
+            except OSError:
+                continue
+        found = run_main(trace_check.main, "--server", f"http://127.0.0.1:{port}", *SHORT, "--json")
+    finally:
+        server.terminate()
+        server.wait(30)
+    document = json.loads(found.out)
+    assert (found.code, document["flips"]) == (0, 0)
+    assert document["tokens_compared"] > 20
+    assert document["manifest"]["server"]["version"]

@@ -21,7 +21,11 @@ HOMES = {
     "matplotlib": {"fliptrace.views.static"},
     "networkx": {"fliptrace.analysis"},
     "peft": {"fliptrace.capture"},
-    "plotly": {"fliptrace.studies.figures", "fliptrace.views"},
+    "plotly": {
+        "fliptrace.studies.figures",
+        "fliptrace.views",
+        "fliptrace_interventions.fragility.figures",
+    },
     "pyarrow": {"fliptrace.store", "fliptrace.studies.results"},
     "ray": {"fliptrace.studies.ray_workers"},
     "rich": {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -300,6 +301,9 @@ def decide(
     )
 
 
+#: Entry points with functions like those of COMMANDS.
+STUDIES_GROUP = "fliptrace.studies"
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "batch": batch,
     "latency": latency,
@@ -325,22 +329,36 @@ def trace_study(
 
     trace-study latency: what a reduction costs whole requests (table 4, figure 6).
 
+    trace-study fragility: how probably a fresh execution flips, from one execution and few replays.
+
     trace-study STUDY --help says what a study takes.
     """
-    raise InputError(f"a study is one of {', '.join(COMMANDS)}; got {study!r}")
+    raise InputError(f"a study is one of {', '.join([*COMMANDS, *registered()])}; got {study!r}")
+
+
+def registered() -> dict[str, EntryPoint]:
+    """Return the studies that other packages bring, by name: entry points of the group fliptrace.studies."""
+    return {entry.name: entry for entry in entry_points(group=STUDIES_GROUP)}
+
+
+def run_study_command(name: str, command: Callable[..., int], typed: Sequence[str]) -> None:
+    """Run a study's function on what was typed after its name, and exit."""
+    try:
+        words = with_rows_joined(with_ray_address(with_configuration(typed, name)))
+    except InputError as error:
+        fail(f"trace-study {name}", one_line(str(error)))
+        sys.exit(TROUBLE)
+    run(command, f"trace-study {name}", words)
 
 
 def main() -> None:
     """Run the command."""
     typed = sys.argv[1:]
     if typed and typed[0] in COMMANDS:
-        name, *rest = typed
-        try:
-            words = with_rows_joined(with_ray_address(with_configuration(rest, name)))
-        except InputError as error:
-            fail(f"trace-study {name}", one_line(str(error)))
-            sys.exit(TROUBLE)
-        run(COMMANDS[name], f"trace-study {name}", words)
+        run_study_command(typed[0], COMMANDS[typed[0]], typed[1:])
+    entry = registered().get(typed[0]) if typed else None
+    if entry is not None:
+        run_study_command(entry.name, entry.load(), typed[1:])
     run(trace_study, "trace-study", typed)
 
 

@@ -15,7 +15,12 @@ if importlib.util.find_spec("vllm") is None:
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import fliptrace as ft
+from fliptrace.capture.decoding import generate
+from fliptrace.capture.recorder import Recorder, RecorderOptions
+from fliptrace.manifest import Manifest
 from fliptrace.pair import bundled_model, load_engine
+from fliptrace.store import TraceReader, TraceWriter
+from fliptrace.trace import Closing
 from fliptrace_interventions import CacheEdit, Workbench
 from fliptrace_kernels import lora_shrink
 
@@ -136,23 +141,71 @@ def test_a_cache_is_restored(engine, ids):
     assert torch.equal(bits(engine.step(tokens[4])), bits(rows[5]))
 
 
-def test_a_pair_under_vllms_own_kernel(engine, tmp_path):
-    """Traced with the observer control; both executions are rebuilt bit by bit, and the donor's cache arrives."""
-    for number, prompt in enumerate(bundled_model().prompts[:10]):
+class ByCalls:
+    """Passes reports on and lends no slots."""
+
+    def __init__(self, observer):
+        for name in ("begin_step", "shrink", "projection", "cache_rows", "operation", "end_step"):
+            setattr(self, name, getattr(observer, name))
+
+
+def test_slots_hold_what_calls_report(engine, ids, tmp_path):
+    """Every frame of eight steps is the same, byte by byte; digests come from the captured graph by then."""
+    engine.set_reduction("deterministic:8")
+    found = {}
+    for by_calls in (False, True):
+        path = tmp_path / f"{by_calls}.trace"
+        writer = TraceWriter(path, Manifest(engine.describe()))
+        recorder = Recorder(engine, writer, RecorderOptions())
+        with engine.observed(ByCalls(recorder) if by_calls else recorder):
+            generate(engine, ids, max_new_tokens=8, end_ids=set(), on_choice=recorder.complete_step)
+            recorder.finish()
+        writer.close(Closing(complete=True, stop_reason="max new tokens", steps=8))
+        assert recorder._arena._finishing.is_captured
+        with TraceReader(path) as trace:
+            found[by_calls] = [
+                (
+                    step,
+                    kind,
+                    bytes(frame.payload),
+                    None if frame.digests is None else frame.digests.tolist(),
+                )
+                for step in range(8)
+                for kind, frame in trace.step_frames(step).items()
+            ]
+    assert found[False] == found[True]
+
+
+def test_a_recording_under_vllms_own_kernel_is_rebuilt(engine, tmp_path):
+    """Two executions of 16 tokens: both are rebuilt bit by bit from their shrinks."""
+    with ft.trace_pair(
+        engine,
+        prompt=bundled_model().prompts[0].text,
+        reduction="vllm-own",
+        attempts=1,
+        max_new_tokens=16,
+        directory=tmp_path / "pair",
+    ) as pair:
+        for found in Workbench(pair, engine).reconstruct():
+            assert found.equal, found.first_mismatch
+
+
+def test_a_flip_under_vllms_own_kernel_is_judged(engine, tmp_path):
+    """The donor's cache arrives before the flip; of four prompts, three attempts and 40 tokens, where one flips."""
+    for number, prompt in enumerate(bundled_model().prompts[:4]):
         with ft.trace_pair(
             engine,
             prompt=prompt.text,
             reduction="vllm-own",
-            attempts=6,
-            max_new_tokens=60,
+            attempts=3,
+            max_new_tokens=40,
             directory=tmp_path / f"pair-{number}",
         ) as pair:
             if pair.diff.flip is None or not pair.diff.flip.step:
                 continue
-            workbench = Workbench(pair, engine)
-            for found in workbench.reconstruct():
-                assert found.equal, found.first_mismatch
-            verdict = workbench.prove([CacheEdit(pair.diff.flip.step)], free=False, shams=0)
+            verdict = Workbench(pair, engine).prove(
+                [CacheEdit(pair.diff.flip.step)], free=False, shams=0
+            )
             assert str(verdict.judgement) != "void", verdict.reasons
             return
-    pytest.skip("no prompt of ten flipped within 60 tokens and 6 attempts under vLLM's own kernel")
+    pytest.skip("no prompt of four flipped within 40 tokens and 3 attempts under vLLM's own kernel")

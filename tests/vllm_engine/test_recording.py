@@ -1,0 +1,166 @@
+"""Decode steps fill the recorder's slots: what is recorded is what reports by calls would have been."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fliptrace.capture.decoding import generate
+from fliptrace.capture.recorder import Recorder, RecorderOptions
+from fliptrace.capture.vllm_engine import slot_filling
+from fliptrace.errors import RecordingError
+from fliptrace.manifest import Manifest
+from fliptrace.store import TraceReader, TraceWriter
+from fliptrace.trace import Closing
+
+
+class ByCalls:
+    """Passes reports on and lends no slots."""
+
+    def __init__(self, observer):
+        for name in (
+            "begin_step",
+            "shrink",
+            "projection",
+            "cache_rows",
+            "operation",
+            "end_step",
+        ):
+            setattr(self, name, getattr(observer, name))
+
+
+def record(engine, ids, path, *, by_calls=False, operands=False, steps=8):
+    """Record a greedy run; returns its token ids."""
+    writer = TraceWriter(path, Manifest(engine.describe()))
+    recorder = Recorder(engine, writer, RecorderOptions(operands=operands))
+    with engine.observed(ByCalls(recorder) if by_calls else recorder):
+        execution = generate(
+            engine, ids, max_new_tokens=steps, end_ids=set(), on_choice=recorder.complete_step
+        )
+        recorder.finish()
+    writer.close(Closing(complete=True, stop_reason="max new tokens", steps=steps))
+    return execution.token_ids
+
+
+def digests_of(frame):
+    return None if frame.digests is None else frame.digests.tolist()
+
+
+def frames_of(path, steps):
+    """All frames of a trace: kind, layout, bytes and digests."""
+    with TraceReader(path) as trace:
+        return [
+            (step, kind, frame.layout, bytes(frame.payload), digests_of(frame))
+            for step in range(steps)
+            for kind, frame in trace.step_frames(step).items()
+        ]
+
+
+@pytest.mark.parametrize("operands", [False, True])
+@pytest.mark.parametrize("reduction", ["unsplit", "vllm-own"])
+def test_slots_hold_what_calls_report(engine, prompt, tmp_path, reduction, operands):
+    """Every frame of eight steps is the same, byte by byte."""
+    engine.set_reduction(reduction)
+    for by_calls in (False, True):
+        record(
+            engine,
+            prompt.ids,
+            tmp_path / f"{by_calls}.trace",
+            by_calls=by_calls,
+            operands=operands,
+        )
+    slots, calls = (frames_of(tmp_path / f"{by_calls}.trace", 8) for by_calls in (False, True))
+    assert slots == calls
+    assert len(slots) >= 8 * 7
+
+
+def test_a_sliding_model_is_recorded_alike(sliding_engine, tmp_path):
+    """The same over a window of 8 positions that moves on."""
+    ids = tuple(range(3, 9))
+    for by_calls in (False, True):
+        record(sliding_engine, ids, tmp_path / f"{by_calls}.trace", by_calls=by_calls, steps=12)
+    assert frames_of(tmp_path / "False.trace", 12) == frames_of(tmp_path / "True.trace", 12)
+
+
+def test_what_is_overwritten_is_copied_when_it_is_seen(engine, prompt, tmp_path):
+    """vLLM turns queries and keys around in place: qkv's output is not held, that of gate and up is, and no operand."""
+    fillers = []
+    own = slot_filling.SlotFiller._learn
+
+    def learn(filler, changed):
+        own(filler, changed)
+        fillers.append(filler)
+
+    slot_filling.SlotFiller._learn = learn
+    try:
+        record(engine, prompt.ids, tmp_path / "one.trace", steps=3)
+    finally:
+        slot_filling.SlotFiller._learn = own
+    (filler,) = fillers
+    held = {
+        layer.name.rsplit(".", 1)[1]: not at_once[1]
+        for layer, at_once in zip(filler._layers[4:8], filler._at_once[4:8], strict=True)
+    }
+    assert held["qkv_proj"] is False
+    assert held["gate_up_proj"] is True
+    assert not any(operand for operand, _ in filler._at_once)
+
+
+def test_a_tensor_that_changes_later_voids_the_recording(engine, prompt, tmp_path, monkeypatch):
+    """An operand overwritten in the second checked step, and in no earlier one, is noticed."""
+    monkeypatch.setattr(slot_filling, "CHECK_STEPS", 3)
+    operands = []
+
+    def remember(filler, y, x, stacked, scale, **keywords):
+        operands.append(x)
+        own(filler, y, x, stacked, scale, **keywords)
+        if filler._filled == 3 and len(operands) % 32 == 0:
+            operands[-3].add_(1)
+
+    own = slot_filling.SlotFiller.add_shrink
+    monkeypatch.setattr(slot_filling.SlotFiller, "add_shrink", remember)
+    with pytest.raises(RecordingError, match="was changed after it was seen"):
+        record(engine, prompt.ids, tmp_path / "one.trace")
+
+
+def test_nothing_stands_while_idle(engine, prompt):
+    """Between steps the wrapper is vLLM's own; a step that nobody watches under vLLM's own shrink leaves it alone."""
+    engine.set_reduction("vllm-own")
+    wrapper = engine._wrapper
+    seen = []
+    own = engine._request.forward
+
+    def forward(*arguments):
+        seen.append("add_shrink" in vars(wrapper))
+        return own(*arguments)
+
+    engine._request.forward = forward
+    try:
+        engine.start(prompt.ids)
+        engine.step()
+        engine.set_reduction("unsplit")
+        engine.step(7)
+    finally:
+        del engine._request.forward
+    assert seen == [False, True]
+    assert "add_shrink" not in vars(wrapper)
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks
+        for module in engine.host.runner.model.modules()
+    )
+
+
+def test_logits_of_recorded_and_unrecorded_runs_are_equal(engine, prompt, tmp_path):
+    """Sixteen steps choose the same tokens, with or without a recorder."""
+    engine.set_reduction("unsplit")
+    tokens = record(engine, prompt.ids, tmp_path / "one.trace", steps=16)
+    rows = []
+    execution = generate(
+        engine,
+        prompt.ids,
+        max_new_tokens=16,
+        end_ids=set(),
+        on_choice=lambda step, choice, logits: rows.append(logits),
+    )
+    assert execution.token_ids == tokens
+    assert all(torch.isfinite(row.float()).all() for row in rows)

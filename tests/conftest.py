@@ -107,9 +107,9 @@ def smollm2_gguf() -> Path:
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@pytest.fixture
-def chromium() -> Iterator[Chrome]:
-    """A fresh headless Chromium, 1280 x 1000, that reaches no host and keeps its console log."""
+@pytest.fixture(scope="session")
+def started_chromium() -> Iterator[Chrome]:
+    """One headless Chromium for all tests, 1280 x 1000, that reaches no host and keeps its console log."""
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
         _missing("chromium or chromedriver", "install Debian's chromium-driver")
@@ -132,3 +132,16 @@ def chromium() -> Iterator[Chrome]:
         yield page
     finally:
         page.quit()
+
+
+@pytest.fixture
+def chromium(started_chromium: Chrome) -> Iterator[Chrome]:
+    """The browser, with nothing left of what an earlier test logged, emulated or switched off."""
+    page = started_chromium
+    page.get("about:blank")
+    for kind in ("browser", "performance"):
+        page.get_log(kind)
+    yield page
+    page.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fliptrace.judgements import Investigation, Verdict, show_with
+from fliptrace.displays import show_with
+from fliptrace.judgements import Investigation, Verdict
 
 
 def _verdict(verdict: Verdict) -> str:

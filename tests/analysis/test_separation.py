@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from fliptrace.analysis import separate
+from fliptrace.analysis import compare, separate, separate_all
 from fliptrace.errors import InputError, SiteNotFoundError
+from fliptrace.grids import Grid
+from fliptrace.sites import Site
 from fliptrace.trace import Kind
 
 KEY = "model.layers.0.mlp.up_proj"
@@ -76,3 +80,29 @@ def test_what_does_not_fit_is_refused(kit):
         separate(reference, short, KEY, 0, weight)
     with pytest.raises(SiteNotFoundError, match="operand_values"):
         separate(kit.make_trace(), kit.make_trace(), KEY, 0, weight)
+
+
+def test_a_comparison_holds_both_parts_of_every_differing_cell(kit):
+    """The grids hold what separate gives, by its largest part; equal cells and traces without operands hold none."""
+    reference, candidate, weight, *_ = made(kit)
+    found = separate(reference, candidate, KEY, 0, weight)
+    grid = Grid(
+        phase="prefill",
+        rows=(("shrink", Site.from_path(KEY)), ("key", 0)),
+        columns=(0, 1, 2),
+        classes=torch.tensor([[1, 2, 0], [2, 2, 2]], dtype=torch.int8),
+        magnitudes=torch.zeros(2, 3),
+        ulps=torch.zeros(2, 3, dtype=torch.int64),
+        origins=torch.zeros(2, 3, dtype=torch.int8),
+        surviving=torch.zeros(2, 3, dtype=torch.int32),
+    )
+    plain = compare(kit.make_trace(), kit.make_trace())
+    diff = dataclasses.replace(plain, grids={"prefill": grid}, steps=plain.steps[:1])
+    told = separate_all(diff, reference, candidate, {KEY: weight}).grids["prefill"]
+    for part, cells in ((found.inherited, told.inherited), (found.added, told.added)):
+        assert torch.equal(cells[0, :2], part.abs().amax(dim=1).float()[:2])
+        assert cells[0, 2:].isnan().all()
+        assert cells[1].isnan().all()
+    assert told.added[0, 0] > 0 == told.inherited[0, 0]
+    assert separate_all(diff, reference, candidate, {}).grids["prefill"].added.isnan().all()
+    assert separate_all(diff, kit.make_trace(), candidate, {KEY: weight}) is diff

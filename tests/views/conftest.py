@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fliptrace.grids import Grid
 from fliptrace.manifest import Manifest, differing_keys
 from fliptrace.numerics import CoordinateClass, boundary_report, special_difference, ulp_distance
 from fliptrace.sites import Coordinate, Site
@@ -20,7 +21,6 @@ from fliptrace.verdicts import (
     Coverage,
     Fate,
     Flip,
-    Grid,
     Origin,
     Outcome,
     PairDiff,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 
 import jsonschema
 import pytest
 import torch
 
 from fliptrace.verdicts import ForeignRoot, Origin, Outcome
-from fliptrace.views import report_json, report_schema
+from fliptrace.views import plain_summary, report_json, report_schema
 
 
 def document(pair, **options):
@@ -30,6 +31,48 @@ def test_every_outcome_validates(pairs, outcome):
     text = json.dumps(value, allow_nan=False)
     assert next(iter(value)) == "verdict"
     validator().validate(json.loads(text))
+
+
+@pytest.mark.parametrize("layers", [4, 60])
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_the_document_holds_what_the_terminal_prints(pairs, outcome, layers):
+    """Every sentence, gist and heading, and the map character by character, can be told from the JSON alone."""
+    pair = pairs.make(outcome, layers=layers)
+    value = document(pair)
+    printed = plain_summary(pair.diff, pair.reference, pair.candidate)
+    lines = printed.splitlines()
+    start = next((n for n, line in enumerate(lines) if line.startswith("Map:")), None)
+    assert (value["map"] is None) == (start is None) == (outcome is Outcome.IDENTICAL)
+    if value["map"] is not None:
+        lane = next(n for n, line in enumerate(lines) if line.startswith("  margin"))
+        rows = value["map"]["rows"]
+        drawn = [
+            re.fullmatch(r"  (\S+(?: \S+)?) +(\S+)", line)
+            for line in lines[lane - len(rows) : lane]
+        ]
+        assert [line[1] for line in drawn] == rows
+        phases = value["map"]["phases"]
+        assert [line[2] for line in drawn] == [
+            "|".join(cells) for cells in zip(*(p["cells"] for p in phases), strict=True)
+        ]
+        assert lines[lane].endswith("|".join(phase["margins"] for phase in phases))
+        assert [len(phase["columns"]) for phase in phases] == [
+            len(phase["cells"][0]) for phase in phases
+        ]
+        used = {sign for phase in phases for line in phase["cells"] for sign in line}
+        assert used <= set(value["map"]["characters"]["cells"])
+        if value["diff"]["flip"] is not None:
+            assert lines[lane + 1].rstrip().endswith("^")
+            found = [p for p in phases if p["flip"] is not None]
+            first, last = found[0]["columns"][found[0]["flip"]]
+            assert first <= value["diff"]["flip"]["step"] <= last
+    told = " ".join([value["verdict"]["sentence"], *(part["heading"] for part in value["story"])])
+    told += " ".join(f"{part['gist']}. {' '.join(part['sentences'])}" for part in value["story"])
+    for line in lines[: start if start is not None else len(lines)]:
+        text = re.sub(r",? more$", "", line.strip())
+        heading, colon, rest = text.partition(": ")
+        parts = [heading, rest] if colon and f"{heading}{colon}{rest}" not in told else [text]
+        assert all(part in told for part in parts if not part.endswith("in the report.)")), line
 
 
 def test_hostile_texts_and_special_numbers_validate(pairs):
@@ -61,6 +104,12 @@ def test_hostile_texts_and_special_numbers_validate(pairs):
         (("diff", "generated"), [1]),
         (("executions", "reference", "manifest"), None),
         (("story",), []),
+        (("story", 0, "gist"), None),
+        (("map", "phases", 0, "cells", 0), "..x"),
+        (("map", "phases", 0, "margins"), "5"),
+        (("map", "phases", 1, "phase"), "warm-up"),
+        (("map", "rows", 0), "0"),
+        (("map", "merged", "layers"), 0),
     ],
 )
 def test_the_schema_refuses_planted_faults(pairs, path, value):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
+
+import pytest
 
 import fliptrace as ft
 from fliptrace.verdicts import Outcome
-from fliptrace.views import pair_html, trace_html
+from fliptrace.views import diff_html, pair_html, trace_html
 from fliptrace.views.folding import fold
 from fliptrace.views.notebook import map_svg
 from fliptrace.views.palette import CLASS_COLOURS
+
+RECORDED = ft.bundled_model().recorded_pair
 
 
 class Elements(HTMLParser):
@@ -32,6 +39,7 @@ def test_hostile_texts_add_no_element(pairs):
     for show in (
         lambda p: pair_html(p.diff, p.reference, p.candidate),
         lambda p: trace_html(p.reference),
+        lambda p: diff_html(p.diff),
     ):
         found, expected = Elements(show(hostile)), Elements(show(plain))
         assert found.names <= expected.names
@@ -64,3 +72,50 @@ def test_a_stored_pair_shows_itself_and_its_traces():
         assert "atomic:8/32" in pair.reference._repr_html_()
         assert pair.reference._repr_html_().startswith("<table")
         assert "rank index" in pair.divergence._repr_html_()
+        shown = pair.diff._repr_html_()
+        assert shown.startswith('<div class="fliptrace-diff"')
+        assert "token flipped" in shown
+        assert pair.divergence.name in shown
+        assert "fliptrace-map" in shown
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_a_comparison_shows_what_was_found_and_what_was_not_covered(pairs, outcome):
+    """Verdict, flip and root where there are any, gaps counted, the map where something differs."""
+    diff = pairs.make(outcome).diff
+    gaps = dataclasses.replace(diff.coverage, missing=("a gap",) * 5)
+    shown = diff_html(dataclasses.replace(diff, coverage=gaps))
+    assert str(outcome) in shown
+    assert ("generated token 12 (step 11)" in shown) == (outcome is Outcome.TOKEN)
+    survives = outcome in (Outcome.TOKEN, Outcome.SURVIVING)
+    assert ("layer 2 mlp.up_proj" in shown) == survives
+    assert "2 more gaps" in shown
+    assert ("fliptrace-map" in shown) == (outcome is not Outcome.IDENTICAL)
+    assert diff.coverage.not_observed[0] in shown
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("ft.open_trace(path / 'reference.trace')", "fliptrace-trace"),
+        (
+            "ft.compare(*(ft.open_trace(path / f'{n}.trace') for n in ('reference', 'candidate')))",
+            "fliptrace-diff",
+        ),
+        ("ft.load_pair(path)", "fliptrace-pair"),
+        ("ft.load_pair(path).divergence", "fliptrace-row"),
+        ("fi.CacheEdit(step=3)", "fliptrace-edit"),
+        ("fi.ShrinkEdit('model.layers.0.mlp.up_proj', 3)", "fliptrace-edit"),
+    ],
+)
+def test_every_value_shows_itself_in_a_fresh_process(code, shown):
+    """Whatever was imported before: a display does not wait for another part of the package to be loaded."""
+    program = (
+        "from pathlib import Path; import fliptrace as ft, fliptrace_interventions as fi;"
+        f"path = Path({str(RECORDED)!r}); print(({code})._repr_html_())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f'class="{shown}"' in done.stdout

@@ -116,6 +116,7 @@ class PropagationChart:
             which a way leads to the flip (without one, all that left their projection).
         steps_between: steps between the bands' looked-at ones that are drawn only by what they left in the cache.
         operands_kept: both traces hold the operands themselves, not their digests only.
+        separated: what shrinks added beyond what they inherited is in the grids (Grid.added).
     """
 
     bands: tuple[Band, ...]
@@ -132,3 +133,4 @@ class PropagationChart:
     roots: int
     steps_between: int
     operands_kept: bool
+    separated: bool = False

@@ -11,8 +11,7 @@ This module knows nothing of files: a trace reads from any source with a few met
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fliptrace.displays import html_of
 from fliptrace.errors import SiteNotFoundError
 from fliptrace.manifest import Manifest
 
@@ -360,8 +360,7 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """Show itself in a notebook."""
-        display = _DISPLAYS.get(Trace)
-        return f"<pre>{html.escape(repr(self))}</pre>" if display is None else display(self)
+        return html_of(self)
 
     def __repr__(self) -> str:
         """Say in one line what it is."""
@@ -370,15 +369,6 @@ class Trace:
             f"Trace({self.name}: {len(self.steps)} steps, reduction {self.manifest.get('reduction.identity')}, "
             f"{self.manifest.get('model.name')} + {self.manifest.get('adapter.name')}, {state})"
         )
-
-
-#: How notebooks show a trace. Values know no views; whoever has both says so (see show_traces_with).
-_DISPLAYS: dict[type[Trace], Callable[[Trace], str]] = {}
-
-
-def show_traces_with(display: Callable[[Trace], str]) -> None:
-    """Let notebooks show traces by a function that returns HTML."""
-    _DISPLAYS[Trace] = display
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fliptrace.chart import PropagationChart
+from fliptrace.displays import html_of
+from fliptrace.grids import Grid
 from fliptrace.numerics import BoundaryReport, CoordinateClass, SpecialDifference
 from fliptrace.sites import Coordinate, Site
 
@@ -220,57 +222,6 @@ class StepComparison:
     cache_differs: bool
 
 
-@dataclass(frozen=True, eq=False)
-class LargestElements:
-    """Differing elements of a grid's cells: all of a surviving root's (at most 64), elsewhere the largest four.
-
-    Attributes:
-        cells: int32 [N], row * columns + column, ascending; within a cell surviving ones first, then by size.
-        positions: int32 [N], absolute token positions.
-        heads: int32 [N], key/value heads, -1 for shrinks; indices: rank index, or the element within the head.
-        reference: float32 [N] (16-bit values are exact in it); candidate likewise.
-        cache_dtype: the type of keys and values, "" where none were recorded.
-    """
-
-    cells: Tensor
-    positions: Tensor
-    heads: Tensor
-    indices: Tensor
-    reference: Tensor
-    candidate: Tensor
-    cache_dtype: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """Classes and magnitudes of one phase, ready to be drawn.
-
-    Attributes:
-        phase: ``prefill`` (columns are token positions) or ``decode`` (columns are steps 1 .. n).
-        rows: labels with what they are: ("shrink", Site) or ("key", layer) or ("value", layer), in execution order.
-        columns: absolute token positions, or steps.
-        classes: int8 [rows, columns] of CoordinateClass, the worst of the cell; NOT_OBSERVED where nothing was
-            recorded.
-        magnitudes: float32 [rows, columns], max |reference - candidate| (FP32 for shrinks, 16-bit values for K and V);
-            0 where equal.
-        ulps: int64 [rows, columns], max distance in ULP of the record's dtype.
-        origins: int8 [rows, columns]: 0 no difference, 1 root, 2 inherited, 3 configuration-variant, 4 unlocated;
-            shrink rows only, 0 elsewhere.
-        surviving: int32 [rows, columns], surviving coordinates (for K and V: differing elements).
-        largest: elements with their values, None where nothing differs.
-    """
-
-    phase: str
-    rows: tuple[tuple[str, Site | int], ...]
-    columns: tuple[int, ...]
-    classes: Tensor
-    magnitudes: Tensor
-    ulps: Tensor
-    origins: Tensor
-    surviving: Tensor
-    largest: LargestElements | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class PropagationSummary:
     """Where the first surviving propagating root went, in sentences and in numbers.
@@ -400,6 +351,10 @@ class PairDiff:
             f"PairDiff({self.outcome}{flip}: {self.surviving_root_rows} surviving of {self.root_rows} root rows, "
             f"{self.coverage.steps_compared} steps and {self.coverage.records_compared} records compared)"
         )
+
+    def _repr_html_(self) -> str:
+        """Show itself in a notebook."""
+        return html_of(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; what is made to be drawn leaves as counts, or not: the traces hold the data."""

@@ -343,8 +343,10 @@ class _Model:
 
 
 def _workbench(pair: Pair, engine: LoadedEngine, **settings: Any) -> Workbench:
+    from fliptrace.pair import shrink_weights
     from fliptrace_interventions.workbench import Workbench
 
+    pair.separate(shrink_weights(engine))  # for the report that is written anew
     return Workbench(pair, engine, **settings)
 
 

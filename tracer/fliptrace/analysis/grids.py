@@ -13,10 +13,10 @@ from fliptrace.analysis.coordinates import site_of
 from fliptrace.analysis.evidence import ROOT, StepEvidence
 from fliptrace.analysis.largest import CELL_ELEMENTS, ROOT_ELEMENTS, Elements, picked
 from fliptrace.analysis.roles import Role, role_of
+from fliptrace.grids import Grid, LargestElements
 from fliptrace.numerics import CoordinateClass
 from fliptrace.sites import Site
 from fliptrace.trace import StepRecord
-from fliptrace.verdicts import Grid, LargestElements
 
 Row = tuple[str, str | int]
 _FIELDS = ("classes", "magnitudes", "ulps", "origins", "surviving")

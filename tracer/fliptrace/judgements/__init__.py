@@ -20,7 +20,7 @@ from fliptrace.judgements.claims import (
     Specificity,
     Verdict,
 )
-from fliptrace.judgements.documents import SCHEMA_VERSION, Value, show_with
+from fliptrace.judgements.documents import SCHEMA_VERSION, Value
 from fliptrace.judgements.findings import (
     CachePartNeed,
     CoordinateResult,
@@ -56,5 +56,4 @@ __all__ = [
     "TwoByTwo",
     "Value",
     "Verdict",
-    "show_with",
 ]

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import html
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, Self
 
+from fliptrace.displays import html_of
 from fliptrace.errors import InputError
 from fliptrace.verdicts import as_json
 
 #: The version of these values' JSON; a document of another version is refused.
 SCHEMA_VERSION = 1
-
-
-#: How notebooks show values, by their type. Values know no views; whoever has both says so (see show_with).
-_DISPLAYS: dict[type, Callable[[Any], str]] = {}
-
-
-def show_with(kind: type[Value], display: Callable[[Any], str]) -> None:
-    """Let notebooks show values of a type by a function that returns HTML."""
-    _DISPLAYS[kind] = display
 
 
 class Value:
@@ -34,8 +25,7 @@ class Value:
 
     def _repr_html_(self) -> str:
         """Show itself in a notebook."""
-        display = _DISPLAYS.get(type(self))
-        return f"<pre>{html.escape(repr(self))}</pre>" if display is None else display(self)
+        return html_of(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; floats that JSON lacks become strings ("NaN", "Infinity")."""

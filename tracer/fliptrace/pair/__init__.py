@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fliptrace.pair.bundled import BundledModel, bundled_model
-from fliptrace.pair.engines import attach, load_engine
+from fliptrace.pair.engines import attach, load_engine, shrink_weights
 from fliptrace.pair.pair import Pair, diff_traces, load_pair
 from fliptrace.pair.prompts import Prompt, encode_prompt, read_dataset
 from fliptrace.pair.settings import PairSettings
@@ -21,5 +21,6 @@ __all__ = [
     "load_engine",
     "load_pair",
     "read_dataset",
+    "shrink_weights",
     "trace_pair",
 ]

@@ -10,6 +10,8 @@ from fliptrace.errors import InputError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from torch import Tensor
+
     from fliptrace.capture.transformers_engine import TransformersEngine
     from fliptrace.capture.vllm_engine import VllmEngine
 
@@ -105,3 +107,10 @@ def _load_vllm(
     if attention not in _NO_BACKEND:
         arguments.setdefault("attention_backend", attention)
     return VllmEngine(load_llm(model, adapter, device=device, dtype=dtype, arguments=arguments))
+
+
+def shrink_weights(engine: LoadedEngine) -> dict[str, Tensor]:
+    """Return the adapter's A of every site, [R, K], in the dtype in which it runs, on the CPU; see Pair.separate."""
+    return {
+        site.path: engine.shrink_weight(number).cpu() for number, site in enumerate(engine.sites)
+    }

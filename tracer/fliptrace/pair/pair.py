@@ -8,19 +8,21 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fliptrace.analysis import compare
+from fliptrace.analysis import compare, separate_all
+from fliptrace.displays import show_with
 from fliptrace.errors import InputError, StorageError
 from fliptrace.pair.divergence import Divergence
 from fliptrace.store import copy_trace, open_trace
-from fliptrace.trace import Trace, show_traces_with
+from fliptrace.trace import Trace
 from fliptrace.verdicts import Outcome, PairDiff
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+    from torch import Tensor
 
 REFERENCE_NAME = "reference.trace"
 CANDIDATE_NAME = "candidate.trace"
@@ -79,6 +81,17 @@ class Pair:
             progress=progress,
             across_engines=across_engines,
         )
+
+    def separate(self, weights: Mapping[str, Tensor]) -> None:
+        """Tell what every shrink added from what it inherited, for the report; nothing where operands were not kept.
+
+        Args:
+            weights: the adapter's A by site path, [R, K], as shrink_weights returns them.
+
+        Raises:
+            InputError: a weight does not fit.
+        """
+        self.diff = separate_all(self.diff, self.reference, self.candidate, weights)
 
     @property
     def diverged(self) -> bool:
@@ -215,7 +228,14 @@ def _trace_html(trace: Trace) -> str:
     return trace_html(trace)
 
 
-show_traces_with(_trace_html)
+def _diff_html(diff: PairDiff) -> str:
+    from fliptrace.views import diff_html
+
+    return diff_html(diff)
+
+
+show_with(Trace, _trace_html)
+show_with(PairDiff, _diff_html)
 
 
 def diff_traces(

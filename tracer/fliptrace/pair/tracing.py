@@ -13,7 +13,7 @@ import torch
 
 from fliptrace.analysis import compare
 from fliptrace.errors import InputError, StorageError
-from fliptrace.pair.engines import load_engine
+from fliptrace.pair.engines import load_engine, shrink_weights
 from fliptrace.pair.pair import Pair, require_new
 from fliptrace.pair.prompts import Prompt, encode_prompt, require_text
 from fliptrace.pair.recording import (
@@ -140,6 +140,8 @@ def _trace_in(
             temporary=temporary,
             progress=lambda done, total: report("comparing", done, total),
         )
+        if settings.operands:
+            pair.separate(shrink_weights(engine))
         on_error.pop_all()
     return pair
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         terminal_interventions,
     )
     from fliptrace.views.margin import margin_figure
-    from fliptrace.views.notebook import pair_html, row_html, trace_html
+    from fliptrace.views.notebook import diff_html, pair_html, row_html, trace_html
     from fliptrace.views.page import render_report
     from fliptrace.views.propagation import propagation_figure
     from fliptrace.views.story import Passage, Story, tell_story
@@ -38,6 +38,7 @@ _HOMES = {
     "Story": "story",
     "boundary_figure": "boundary",
     "cause_figure": "interventions_figures",
+    "diff_html": "notebook",
     "edit_html": "interventions_notebook",
     "heatmap_figure": "heatmap",
     "investigation_html": "interventions_notebook",
@@ -67,6 +68,7 @@ __all__ = [
     "Story",
     "boundary_figure",
     "cause_figure",
+    "diff_html",
     "edit_html",
     "heatmap_figure",
     "investigation_html",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fliptrace.grids import Grid, LargestElements
 from fliptrace.numerics import CoordinateClass
 from fliptrace.sites import Site
-from fliptrace.verdicts import Grid, LargestElements
 from fliptrace.views import heatmap
 from fliptrace.views.escaping import visible
 from fliptrace.views.keys_values import records_cache
@@ -49,6 +49,11 @@ def page_grid(diff: PairDiff, phase: str) -> Grid:
         name: torch.cat([getattr(grid, name), getattr(modules, name)])[index]
         for name in ("classes", "magnitudes", "ulps", "origins", "surviving")
     }
+    for name in ("inherited", "added"):
+        mine = getattr(grid, name)
+        if mine is not None:
+            blank = torch.full(modules.classes.shape, torch.nan)
+            merged[name] = torch.cat([mine, blank])[index]
     rows = (*grid.rows, *modules.rows)
     largest = grid.largest
     if largest is not None:
@@ -139,12 +144,21 @@ def phase_data(diff: PairDiff, grid: Grid, cells: Cells, reference: Trace) -> di
         "ulps": packed(smallest(cells.ulps)),
         "origins": packed(cells.origins),
         "surviving": packed(smallest(cells.surviving)),
+        "inherited": _of_worst(grid.inherited, cells),
+        "added": _of_worst(grid.added, cells),
         "places": packed(cells.places.astype(np.uint32)) if cells.pooled else None,
         "elements": _elements(grid, reference),
         "positions": _positions(grid, reference),
         "root": mark,
         "lane": lane(diff, cells, phase),
     }
+
+
+def _of_worst(values: torch.Tensor | None, cells: Cells) -> dict[str, str] | None:
+    """Return a grid's values at the worst member of every embedded cell; None where there are none."""
+    if values is None:
+        return None
+    return packed(values.numpy().ravel()[cells.places].astype(np.float32))
 
 
 def _row(kind: str, place: Site | int) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fliptrace.verdicts import as_json
 from fliptrace.views.story import tell_story
+from fliptrace.views.terminal import WIDTH
+from fliptrace.views.terminal_map import map_json
 from fliptrace.views.wording import trace_name
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ def report_json(
 ) -> dict[str, Any]:
     """Return the report as plain JSON values, the verdict first.
 
-    Texts are the raw ones: a reader of JSON escapes for its own medium. Sentences are those of the page.
+    Texts are the raw ones: a reader of JSON escapes for its own medium. Sentences are those of the page, the map is the
+    terminal's, 80 columns wide.
 
     Args:
         diff: what was found.
@@ -46,9 +49,15 @@ def report_json(
         "verdict": {"outcome": diff.outcome.value, "sentence": story.verdict},
         "schema_version": SCHEMA_VERSION,
         "story": [
-            {"key": part.key, "heading": part.heading, "sentences": list(part.sentences)}
+            {
+                "key": part.key,
+                "heading": part.heading,
+                "gist": part.gist,
+                "sentences": list(part.sentences),
+            }
             for part in story.passages
         ],
+        "map": map_json(diff, WIDTH),
         "diff": diff.to_json(),
         "executions": {
             "reference": _execution(reference),

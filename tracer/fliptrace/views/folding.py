@@ -18,8 +18,9 @@ from fliptrace.views.pooling import Array
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fliptrace.grids import Grid
     from fliptrace.sites import Site
-    from fliptrace.verdicts import Grid, PairDiff, RowDifference
+    from fliptrace.verdicts import PairDiff, RowDifference
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,10 @@ from fliptrace.views.pooling import Array, Cells, pool
 from fliptrace.views.wording import TokenNames, brief, row_label
 
 if TYPE_CHECKING:
+    from fliptrace.grids import Grid
     from fliptrace.sites import Site
     from fliptrace.trace import Trace
-    from fliptrace.verdicts import Grid, PairDiff, RowDifference
+    from fliptrace.verdicts import PairDiff, RowDifference
 
 #: Most cells of a figure with hover texts of its own (the page has a budget of its own).
 FIGURE_CELLS = 40_000

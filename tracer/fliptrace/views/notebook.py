@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fliptrace.numerics import CoordinateClass
 from fliptrace.views import palette, wording
-from fliptrace.views.escaping import shorten, shown, visible
+from fliptrace.views.escaping import quoted, shorten, shown, visible
 from fliptrace.views.folding import fold
 from fliptrace.views.story import tell_story
 from fliptrace.views.texts import pair_texts
@@ -28,6 +28,8 @@ _TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid #8888
 _MAP_COLUMNS, _MAP_ROWS, _CELL_WIDTH, _CELL_HEIGHT = 110, 32, 6, 9
 #: Generated characters shown around the flip.
 _EXCERPT = 240
+#: Gaps of a comparison told one by one.
+_GAPS = 3
 
 
 def pair_html(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
@@ -54,6 +56,37 @@ def pair_html(diff: PairDiff, reference: Trace, candidate: Trace) -> str:
         for part in texts.continuations
     ]
     return f'<div class="fliptrace-pair">{"".join(parts)}</div>'
+
+
+def diff_html(diff: PairDiff) -> str:
+    """Show a comparison without its traces: verdict, flip, where it started, counts, the map, what was not covered."""
+    flip, root = diff.flip, diff.first_propagating or diff.first_surviving
+    rows = [("verdict", str(diff.outcome))]
+    if flip is not None:
+        tokens = (flip.reference_token, flip.candidate_token)
+        chosen = " → ".join(quoted(t.text, 24) if t.text else f"id {t.token_id}" for t in tokens)
+        rows.append(("flip", f"{wording.generated_name(flip.step)}: {chosen}"))
+    root = root or diff.first_surviving_variant
+    if root is not None:
+        rows.append(("first surviving difference", f"{visible(root.name)} ({root.origin})"))
+    elif diff.foreign_root is not None:
+        rows.append(("first difference", visible(diff.foreign_root.key)))
+    coverage = diff.coverage
+    steps = wording.count(coverage.steps_compared, "step")
+    elements = wording.count(coverage.elements_compared, "shrink coordinate")
+    rows += [
+        (
+            "surviving roots",
+            f"{diff.surviving_root_rows:,} of {wording.count(diff.root_rows, 'root row')}",
+        ),
+        ("compared", f"{steps}, {elements}"),
+    ]
+    rows += [("not observed", visible(sentence)) for sentence in coverage.not_observed]
+    rows += [("gap", visible(sentence)) for sentence in coverage.missing[:_GAPS]]
+    more = len(coverage.missing) - _GAPS
+    if more > 0:
+        rows.append(("", f"{wording.count(more, 'more gap')}"))
+    return f'<div class="fliptrace-diff">{_table(rows, "fliptrace-findings")}{map_svg(diff)}</div>'
 
 
 def map_svg(diff: PairDiff) -> str:

@@ -38,10 +38,10 @@ from fliptrace.views.wording import TokenNames, brief, exact
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from fliptrace.grids import Grid
     from fliptrace.trace import Trace
     from fliptrace.verdicts import (
         CoordinateDifference,
-        Grid,
         PairDiff,
         RowDifference,
         StepComparison,
@@ -60,6 +60,13 @@ _CLOSING = ("coverage", "doubts")
 _SEPARABLE = {
     True: "the adapter's weights are not in a trace",
     False: "operands were kept as digests",
+}
+#: The same where both were kept: what the two colours mean then.
+_SEPARATED = {
+    "added": "the row's operands are bit-equal, or more of the difference is the shrink's own rounding than its "
+    "operand accounts for",
+    "inherited": "an operand differs, and accounts for more of the difference than the shrink's own rounding; each "
+    "cell tells both parts",
 }
 _SCRIPTS = ("report.js", "state.js", "rounding.js", "heatmap.js", "cells.js", "propagation.js")
 
@@ -127,7 +134,7 @@ def render_report(
             else "",
             phases=_phases(cells),
             kinds=kind_choices(diff),
-            separable=_SEPARABLE[_operands_kept(diff)],
+            origins=_origin_words(diff),
             boundary=_boundary_rows(coordinate, tokens, dtype) if coordinate is not None else None,
             interventions=section(interventions, dtype) if interventions is not None else None,
             steps=[_step(step, diff, caches[step.step]) for step in diff.steps],
@@ -233,6 +240,17 @@ def _phases(cells: dict[str, tuple[Grid, Cells]]) -> list[dict[str, Any]]:
 def _operands_kept(diff: PairDiff) -> bool:
     chart = diff.propagation_chart
     return chart is not None and chart.operands_kept
+
+
+def _origin_words(diff: PairDiff) -> dict[str, str]:
+    """Say what the colours of added and inherited mean."""
+    if any(grid.added is not None for grid in diff.grids.values()):
+        return _SEPARATED
+    why = _SEPARABLE[_operands_kept(diff)]
+    return {
+        "added": "the row's operands are bit-equal",
+        "inherited": f"an operand differs; what the shrink adds to that is not separable ({why})",
+    }
 
 
 def _boundary_rows(

@@ -17,8 +17,8 @@ import torch
 from fliptrace.numerics import CoordinateClass
 
 if TYPE_CHECKING:
+    from fliptrace.grids import Grid
     from fliptrace.sites import Site
-    from fliptrace.verdicts import Grid
 
 #: Most cells of one phase that a page embeds.
 PAGE_CELLS = 300_000

@@ -278,6 +278,8 @@ def added_words(chart: PropagationChart, node: ChartNode) -> str:
     if node.kind is NodeKind.ELSEWHERE:
         return "see “Where it started”"
     rest = "the weights are not in a trace" if chart.operands_kept else "operands kept as digests"
+    if chart.separated:
+        rest = "of records taken together; each cell of the map tells"
     parts = []
     if node.added_rows:
         rows = f"{node.added_rows:,} of {node.added_rows + node.inherited_rows + node.unlocated_rows:,} rows"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fliptrace.numerics import CoordinateClass
 from fliptrace.views.folding import FoldedMap, FoldedPhase, fold
@@ -41,6 +41,15 @@ _HEIGHT = 24
 _TIE, _FLIP, _SEPARATOR = "=", "^", "|"
 #: Characters of a margin: below the number.
 _MARGINS = (("1", 0.1), ("2", 1.0), ("3", 10.0), ("4", math.inf))
+_MARGIN_WORDS = {
+    "1": "below 0.1",
+    "2": "below 1",
+    "3": "below 10",
+    "4": "more",
+    _TIE: "tie",
+    "?": "not recorded",
+    " ": "no token was chosen here",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +67,8 @@ def map_lines(diff: PairDiff, width: int) -> list[MapLine]:
         diff: what was found.
         width: at least 24.
     """
-    rows = fold(diff, width=2, height=_HEIGHT)
-    label = max((len(rows.row_name(n)) for n in range(len(rows.rows))), default=0) + 3
-    label = max(label, len("  margin "))
-    folded = fold(diff, width=max(4, width - label - 1), height=_HEIGHT)
-    if not folded.phases or not folded.differs:
+    folded, label = _folded(diff, width)
+    if folded is None:
         return []
     lines = [MapLine(line) for line in textwrap.wrap(_heading(folded), width)]
     for number in range(len(folded.rows)):
@@ -85,6 +91,56 @@ def map_lines(diff: PairDiff, width: int) -> list[MapLine]:
         )
         lines += [MapLine(line.replace("\xa0", " ")) for line in wrapped]
     return lines
+
+
+def map_json(diff: PairDiff, width: int) -> dict[str, Any] | None:
+    """Return what map_lines draws as plain JSON values; None where it draws nothing.
+
+    Args:
+        diff: what was found.
+        width: that of the terminal whose map it is.
+
+    Returns:
+        ``rows`` by name; per phase its ``columns`` as [first, last] position or step, a string of one character per
+        column for every row in ``cells``, the ``margins`` likewise, where the ``root`` is as [row, column], and the
+        column of the ``flip``; what the ``characters`` of both mean.
+    """
+    folded, _ = _folded(diff, width)
+    if folded is None:
+        return None
+    steps = {step.step: step for step in diff.steps}
+    phases = []
+    for phase in folded.phases:
+        mark = _flip(phase, diff.flip.step) if diff.flip is not None else ""
+        phases.append(
+            {
+                "phase": phase.phase,
+                "columns": [[group[0], group[-1]] for group in phase.columns],
+                "cells": [_cells(phase, row) for row in range(len(folded.rows))],
+                "margins": _margins(phase, steps),
+                "root": list(phase.root) if phase.root is not None else None,
+                "flip": mark.index(_FLIP) if _FLIP in mark else None,
+            }
+        )
+    return {
+        "rows": [folded.row_name(row) for row in range(len(folded.rows))],
+        "phases": phases,
+        "merged": {"layers": folded.merged_rows, "columns": folded.merged_columns},
+        "characters": {
+            "cells": {sign: label.label for label, sign in CHARACTERS.items()}
+            | {ROOT: "first surviving root"},
+            "margins": _MARGIN_WORDS,
+        },
+    }
+
+
+def _folded(diff: PairDiff, width: int) -> tuple[FoldedMap | None, int]:
+    """Fold to a terminal's width beside the rows' names: (None where there is nothing to draw, width of the names)."""
+    rows = fold(diff, width=2, height=_HEIGHT)
+    label = max((len(rows.row_name(n)) for n in range(len(rows.rows))), default=0) + 3
+    label = max(label, len("  margin "))
+    folded = fold(diff, width=max(4, width - label - 1), height=_HEIGHT)
+    return (folded if folded.phases and folded.differs else None), label
 
 
 def _heading(folded: FoldedMap) -> str:
@@ -145,9 +201,14 @@ def _legend(folded: FoldedMap) -> list[str]:
             f"; a character is the worst of up to {folded.merged_rows} × {folded.merged_columns} "
             "(layers × columns)"
         )
+    margins = ", ".join(
+        f"{sign} {word}".replace(" ", "\xa0")
+        for sign, word in _MARGIN_WORDS.items()
+        if sign in "1234" + _TIE
+    )
     return [
         f"{', '.join(shown)}{merged}.",
-        "Margin of the two best tokens: 1\xa0below\xa00.1, 2\xa0below\xa01, 3\xa0below\xa010, 4\xa0more, =\xa0tie.",
+        f"Margin of the two best tokens: {margins}.",
     ]
 
 

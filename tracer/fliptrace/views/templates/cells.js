@@ -67,7 +67,7 @@ flip.cells = (() => {
     if (!focus) { move(...start()); if (moves[event.key]) return; }
     const step = moves[event.key];
     if (step) move(focus[0] + step[0], focus[1] + step[1]);
-    else { open(...focus); panel.querySelector("h4").focus(); }
+    else { open(...focus); panel.querySelector("h3").focus(); }
   });
   field.addEventListener("focus", () => { if (!focus) move(...start()); });
 
@@ -131,6 +131,10 @@ flip.cells = (() => {
     const row = map.rows[found.row];
     if (map.classes[found.i] <= 0) return "";
     if (row.kind !== "shrink") return "Added here or inherited: not separable, it is made from other records.";
+    if (map.origins[found.i] !== 1 && heatmap.separated(map, found.i)) {
+      const [inherited, added] = [map.inherited[found.i], map.added[found.i]].map((value) => Number(value.toPrecision(6)));
+      return `Told apart, as operands and weights were kept: the operand's difference accounts for up to ${inherited}, the shrink's own rounding added up to ${added}.`;
+    }
     const kept = data.operands_kept ? "the adapter's weights are not in a trace" : "operands were kept as digests (--operands keeps their values)";
     return [
       "", "Added here, all of it: the row's operands are bit-equal in both executions.",
@@ -199,7 +203,7 @@ flip.cells = (() => {
   const ascii = (text) => text.replace(/[^\x20-\x7e]/g, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
   function commandFor(edit) {
-    return ["cat > edit.json <<'EDIT'", ascii(JSON.stringify(edit)), "EDIT", "trace-intervene PAIR_DIR --edit edit.json"].join("\n");
+    return ["cat > edit.json <<'EDIT'", ascii(JSON.stringify(edit)), "EDIT", `trace-intervene ${flip.pairFolder} --edit edit.json`].join("\n");
   }
 
   async function copy(text, button) {
@@ -228,8 +232,8 @@ flip.cells = (() => {
     const what = element ? nameOf(element) : row.kind === "shrink" ? "the whole row" : "this position's whole row";
     const when = row.kind === "shrink" ? "" : ` The cache is edited before the next step, the first that reads it from there; not applicable where that step comes after the flip.`;
     return [
-      node("h5", {}, `Test it: is ${what} enough to flip the token?`),
-      node("p", {}, "Puts the other execution's value in, both ways; PAIR_DIR is the folder of this pair.", when),
+      node("h4", {}, `Test it: is ${what} enough to flip the token?`),
+      node("p", {}, `Puts the other execution's value in, both ways; ${flip.folderSaid}.`, when),
       node("div", { class: "command" }, node("pre", { tabindex: "0" }, node("code", {}, text)), button),
     ];
   }
@@ -289,9 +293,9 @@ flip.cells = (() => {
     if (element.cached) return [];
     if (element.boundary === null) {
       const why = data.rounded === "float32" ? "nothing was rounded" : "one of the values is not finite";
-      return [node("h5", {}, "Rounding boundary"), node("p", {}, `There is none to measure from: ${why}.`)];
+      return [node("h4", {}, "Rounding boundary"), node("p", {}, `There is none to measure from: ${why}.`)];
     }
-    return [node("h5", {}, `Rounding boundary of ${nameOf(element)}`), picture(element)];
+    return [node("h4", {}, `Rounding boundary of ${nameOf(element)}`), picture(element)];
   }
 
   function counts(map, found) {
@@ -312,7 +316,7 @@ flip.cells = (() => {
     const column = map.pooled[1] > 1 ? String(found.number) : map.names[Math.floor(found.at / map.pooled[1])];
     const origin = data.origins[map.origins[found.i]];
     const parts = [
-      node("h4", { tabindex: "-1" }, node("bdi", {}, `${row.name}, ${unit} ${column}`)),
+      node("h3", { tabindex: "-1" }, node("bdi", {}, `${row.name}, ${unit} ${column}`)),
       node("p", {}, node("strong", {}, data.classes[map.classes[found.i]] + (origin ? `, ${origin}` : "")), `. ${counts(map, found)} ${originText(map, found)}`),
     ];
     if (elements.length) {

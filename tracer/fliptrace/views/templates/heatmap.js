@@ -17,7 +17,7 @@ flip.heatmap = (() => {
   let busy = false;
 
   for (const map of Object.values(data.heatmaps)) {
-    for (const name of ["classes", "magnitudes", "ulps", "origins", "surviving", "places"]) map[name] = flip.unpack(map[name]);
+    for (const name of ["classes", "magnitudes", "ulps", "origins", "surviving", "inherited", "added", "places"]) map[name] = flip.unpack(map[name]);
     const found = map.elements;
     if (found) for (const name of ["cells", "indices", "reference", "candidate", "positions"]) found[name] = flip.unpack(found[name]);
   }
@@ -46,9 +46,12 @@ flip.heatmap = (() => {
     return byPlace;
   }
 
+  const separated = (map, i) => Boolean(map.added) && Number.isFinite(map.added[i]);
   const originOf = (map, i) => {
     if (map.classes[i] <= EQUAL) return 0;
-    return map.origins[i] ? ORIGIN_GROUPS[map.origins[i]] : 3;
+    const known = map.origins[i] ? ORIGIN_GROUPS[map.origins[i]] : 3;
+    if (known === 1 || !separated(map, i)) return known;
+    return map.added[i] > map.inherited[i] ? 1 : 2;
   };
 
   const hidden = (map, i) => state.origin !== "all" && map.classes[i] > EQUAL && originOf(map, i) !== FILTERS[state.origin];
@@ -295,6 +298,8 @@ flip.heatmap = (() => {
     return { i, row: Math.floor(place / width), at: place % width, number: map.columns[place % width] };
   }
 
+  const short = (value) => Number(value.toPrecision(6));
+
   function describe(found) {
     const { map } = view;
     const { i } = found;
@@ -306,7 +311,8 @@ flip.heatmap = (() => {
     lines.push(data.classes[map.classes[i]] + (origin ? `, ${origin}` : ""));
     if (map.classes[i] > EQUAL) {
       if (map.rows[found.row].kind === "module") lines.push("only digests were kept");
-      else lines.push(`max |difference| ${Number(map.magnitudes[i].toPrecision(6))}, up to ${map.ulps[i].toLocaleString("en")} ULP`);
+      else lines.push(`max |difference| ${short(map.magnitudes[i])}, up to ${map.ulps[i].toLocaleString("en")} ULP`);
+      if (separated(map, i) && map.origins[i] !== 1) lines.push(`inherited up to ${short(map.inherited[i])}, added here up to ${short(map.added[i])}`);
       if (map.surviving[i]) lines.push(`${map.surviving[i].toLocaleString("en")} ${map.rows[found.row].kind === "shrink" ? "surviving" : "differing"}`);
     }
     if (view.rowPool * view.columnPool * map.pooled[0] * map.pooled[1] > 1) lines.push("(worst of the merged cells)");
@@ -356,5 +362,5 @@ flip.heatmap = (() => {
   }
 
   flip.drawers.push(draw);
-  return { element: heat, draw, pick, describe, placeIn, current, label, view: () => view };
+  return { element: heat, draw, pick, describe, placeIn, current, label, separated, view: () => view };
 })();

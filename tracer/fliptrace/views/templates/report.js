@@ -33,6 +33,21 @@ const flip = (() => {
 
   const isDark = () => darkQuery.matches && !printing;
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  // The folder of this page as a shell takes it, for commands to copy; null where the page was not opened as a file, or
+  // where the name holds characters that a terminal acts upon or that no eye tells apart.
+  function folderForShell() {
+    if (window.location.protocol !== "file:" || window.location.host) return null;
+    let folder;
+    try { folder = decodeURIComponent(window.location.pathname.replace(/\/[^/]*$/, "") || "/"); } catch { return null; }
+    if (/[\p{C}\p{Zl}\p{Zp}]/u.test(folder)) return null;
+    return /^[\w@%+=:,./-]+$/.test(folder) ? folder : `'${folder.replaceAll("'", "'\\''")}'`;
+  }
+
+  const folder = folderForShell();
+  const pairFolder = folder ?? "PAIR_DIR";
+  const folderSaid = folder === null ? "PAIR_DIR is the folder of this pair"
+    : "the folder is the one in which this page lies; it must hold the pair's traces";
+
   const widthOf = (element) => (printing ? PRINT_WIDTH : element.clientWidth);
 
   // A copy of a figure in the colours of the theme.
@@ -65,6 +80,7 @@ const flip = (() => {
   }
 
   document.addEventListener("DOMContentLoaded", () => {
+    for (const place of document.querySelectorAll(".pair-folder")) place.textContent = pairFolder;
     drawAll().then(() => { document.documentElement.dataset.drawn = "yes"; });
   });
   darkQuery.addEventListener("change", drawAll);
@@ -85,5 +101,5 @@ const flip = (() => {
     settled = setTimeout(drawAll, 150);
   });
 
-  return { data, config, unpack, isDark, colour, widthOf, themed, drawers, isPrinting: () => printing };
+  return { data, config, pairFolder, folderSaid, unpack, isDark, colour, widthOf, themed, drawers, isPrinting: () => printing };
 })();

@@ -17,6 +17,7 @@ from fliptrace.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fliptrace.analysis import compare
+    from fliptrace.capture.vllm_engine.live import compare_executions, prepare_watch, watch
     from fliptrace.pair import (
         Pair,
         PairSettings,
@@ -45,12 +46,15 @@ _HOMES = {
     "attach": "pair",
     "bundled_model": "pair",
     "compare": "analysis",
+    "compare_executions": "capture.vllm_engine.live",
     "diff_traces": "pair",
     "encode_prompt": "pair",
     "load_engine": "pair",
     "load_pair": "pair",
     "open_trace": "store",
+    "prepare_watch": "capture.vllm_engine.live",
     "trace_pair": "pair",
+    "watch": "capture.vllm_engine.live",
 }
 
 __all__ = [
@@ -64,12 +68,15 @@ __all__ = [
     "attach",
     "bundled_model",
     "compare",
+    "compare_executions",
     "diff_traces",
     "encode_prompt",
     "load_engine",
     "load_pair",
     "open_trace",
+    "prepare_watch",
     "trace_pair",
+    "watch",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

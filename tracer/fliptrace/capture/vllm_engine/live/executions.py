@@ -1,0 +1,443 @@
+"""What was recorded of each request, and how two executions of one prompt compare.
+
+Rows are compared by request and position, so that neighbours in the batch and chunks of a prefill may differ. The words
+are those of a pair's comparison: a row whose operand is bit-equal and whose shrink differs is a root, one whose operand
+differs is inherited, one under another launch or adapter is configuration-variant. The first surviving difference of a
+request is named as a root only if it is one and nothing before it is missing; else it is unlocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fliptrace.capture.vllm_engine.live.layout import RecordLayout, row_numbers
+from fliptrace.errors import TraceMismatchError
+from fliptrace.numerics import BoundaryReport, boundary_report, round_to
+from fliptrace.sites import Site
+from fliptrace.verdicts import Origin
+
+
+@dataclass(frozen=True)
+class RecordedLayer:
+    """A LoRA layer in the ring.
+
+    Attributes:
+        name: module path in vLLM's model.
+        sites: of its slices that the adapters have weights for: number of the slice and place.
+    """
+
+    name: str
+    sites: tuple[tuple[int, Site], ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What all executions of one engine share.
+
+    Attributes:
+        layout: of a row.
+        layers: in execution order, as in the layout.
+        launches: description of a launch by layer and rows of the forward.
+    """
+
+    layout: RecordLayout
+    layers: tuple[RecordedLayer, ...]
+    launches: dict[tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One request.
+
+    Attributes:
+        recording: of its engine.
+        number: 0-based, in order of arrival.
+        request_id: vLLM's.
+        prompt_ids: its prompt.
+        token_ids: what was generated.
+        adapter: name of its adapter, empty for none.
+        positions: int64 [N], ascending: the token positions that were recorded.
+        forwards: int64 [N]: numbers of the forwards that ran them.
+        places: int64 [N]: their rows in those forwards.
+        rows: int32 [N, words], see fliptrace.capture.vllm_engine.live.layout.
+        observed: bool [N, layers]: whether the layer's record is this forward's.
+        void: why nothing can be said of this request; empty otherwise.
+    """
+
+    recording: Recording
+    number: int
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    adapter: str
+    positions: Tensor
+    forwards: Tensor
+    places: Tensor
+    rows: Tensor
+    observed: Tensor
+    void: tuple[str, ...] = field(default=())
+
+    def __len__(self) -> int:
+        """Return how many token rows were recorded."""
+        return int(self.positions.numel())
+
+    @property
+    def expected(self) -> int:
+        """How many positions were computed: every token but the last generated one."""
+        return max(0, len(self.prompt_ids) + len(self.token_ids) - 1)
+
+    def missing(self) -> int:
+        """Count records (one per position and layer) that should be there and are not."""
+        layers = len(self.recording.layers)
+        return self.expected * layers - int(self.observed.sum())
+
+    def shrink(self, layer: int) -> Tensor:
+        """Return the FP32 shrinks of a layer at the recorded positions, [N, slices, rank]."""
+        return self.recording.layout.shrinks(self.rows, layer)
+
+    def operand_digests(self) -> Tensor:
+        """Return int64 [N, layers, 2]."""
+        return self.recording.layout.digests(self.rows)
+
+    def step(self, position: int) -> int:
+        """Return 0 for a position of the prompt, s for the forward that yields generated token s."""
+        return max(0, position - len(self.prompt_ids) + 1)
+
+
+@dataclass(frozen=True)
+class LiveDifference:
+    """One row of one site that differs between two executions.
+
+    Attributes:
+        site: where.
+        layer: number of the LoRA layer; part: of its slice.
+        position: of the token; step: 0 in the prefill.
+        origin: where the difference came from.
+        survives: whether it is still there after rounding to the model's 16-bit type.
+        rank_index: first coordinate that survives, or else differs.
+        reference: FP32 value there; candidate likewise.
+        boundary: how the two lie to the rounding boundaries.
+        reference_row: row in the reference's records; candidate_row likewise.
+        launch: what ran in the reference.
+    """
+
+    site: Site
+    layer: int
+    part: int
+    position: int
+    step: int
+    origin: Origin
+    survives: bool
+    rank_index: int
+    reference: float
+    candidate: float
+    boundary: BoundaryReport
+    reference_row: int
+    candidate_row: int
+    launch: str
+
+    @property
+    def name(self) -> str:
+        """The name that people read."""
+        phase = "prefill" if self.step == 0 else f"step {self.step}"
+        return (
+            f"{self.site.name}, {phase}, token position {self.position}, rank index "
+            f"{self.rank_index}"
+        )
+
+
+@dataclass(frozen=True)
+class LiveComparison:
+    """Two executions of one prompt.
+
+    Attributes:
+        reference: one; candidate: the other.
+        flip: first generated token, 0-based, that differs; None if none does.
+        compared: positions compared, up to the forward that yields the flip.
+        latent: records (position and site) that differ and round alike.
+        surviving: records that still differ after rounding.
+        roots: surviving records whose operand, launch and adapter are equal.
+        missing: records (position and layer) that one of the two lacks.
+        first: first surviving difference in execution order.
+        verdict: of the first surviving difference: root, unlocated or configuration-variant; None without a difference.
+        why: the verdict in a sentence.
+    """
+
+    reference: Execution
+    candidate: Execution
+    flip: int | None
+    compared: int
+    latent: int
+    surviving: int
+    roots: int
+    missing: int
+    first: LiveDifference | None
+    verdict: Origin | None
+    why: str
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        first = self.first
+        return {
+            "request": self.candidate.number,
+            "flip": self.flip,
+            "compared": self.compared,
+            "latent": self.latent,
+            "surviving": self.surviving,
+            "roots": self.roots,
+            "missing": self.missing,
+            "verdict": str(self.verdict) if self.verdict else "equal",
+            "why": self.why,
+            "first": first
+            and {
+                "name": first.name,
+                "site": first.site.path,
+                "position": first.position,
+                "step": first.step,
+                "rank_index": first.rank_index,
+                "origin": str(first.origin),
+                "reference": first.reference,
+                "candidate": first.candidate,
+                "rounded_reference": first.boundary.rounded_reference,
+                "rounded_candidate": first.boundary.rounded_candidate,
+                "boundary": first.boundary.boundary,
+                "launch": first.launch,
+            },
+        }
+
+
+def first_flip(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
+    """Return the first place at which two generations differ; None if one is the other's beginning."""
+    for place, (one, other) in enumerate(zip(reference, candidate, strict=False)):
+        if one != other:
+            return place
+    return None
+
+
+def compare_executions(reference: Execution, candidate: Execution) -> LiveComparison:
+    """Compare two executions of one prompt up to the forward that yields the first differing token.
+
+    Raises:
+        TraceMismatchError: other prompts, or engines of other shape.
+    """
+    if reference.prompt_ids != candidate.prompt_ids:
+        raise TraceMismatchError(
+            f"two executions of one prompt are required; requests {reference.number} and {candidate.number} have "
+            f"prompts of {len(reference.prompt_ids)} and {len(candidate.prompt_ids)} tokens that differ"
+        )
+    if reference.recording.layout != candidate.recording.layout:
+        raise TraceMismatchError(
+            "the two executions come from engines with other LoRA layers, or in another order"
+        )
+    flip = first_flip(reference.token_ids, candidate.token_ids)
+    shared = min(len(reference.token_ids), len(candidate.token_ids)) if flip is None else flip + 1
+    last = len(reference.prompt_ids) + max(shared, 1) - 1  # positions below it had equal inputs
+    differences = _Differences(reference, candidate, last)
+    first, verdict, why = differences.judge(flip)
+    return LiveComparison(
+        reference,
+        candidate,
+        flip,
+        differences.compared,
+        differences.latent,
+        differences.surviving,
+        differences.roots,
+        differences.missing,
+        first,
+        verdict,
+        why,
+    )
+
+
+class _Differences:
+    """All records of two executions below a position, classified."""
+
+    def __init__(self, reference: Execution, candidate: Execution, last: int) -> None:
+        self.reference, self.candidate = reference, candidate
+        self.layout = reference.recording.layout
+        one, other = _aligned(reference.positions, candidate.positions, last)
+        self.one, self.other = one, other
+        self.compared = int(one.numel())
+        layers = len(self.layout.layers)
+        both = reference.observed[one] & candidate.observed[other]
+        self.missing = last * layers - int(both.sum())
+        self._first_missing = self._missing_order(both, last)
+        moved = reference.operand_digests()[one] != candidate.operand_digests()[other]
+        self.inherited = moved.any(-1)
+        self.variant = self._variants()
+        self.latent = self.surviving = self.roots = 0
+        self._best: tuple[tuple[int, int, int, int], LiveDifference] | None = None
+        changed = (reference.rows[one] != candidate.rows[other]).any(0)
+        for layer in range(layers):
+            begin, end = self.layout.starts[layer] + 6, self.layout.starts[layer + 1]
+            if bool(changed[begin:end].any()):
+                self._look_at(layer, both[:, layer])
+
+    def _variants(self) -> Tensor:
+        """Rows, [N, layers], that another launch or another adapter computed."""
+        layers = range(len(self.layout.layers))
+        counts = self.reference.rows[self.one, 3], self.candidate.rows[self.other, 3]
+        if self.reference.adapter != self.candidate.adapter:
+            return torch.ones((self.compared, len(layers)), dtype=torch.bool)
+        known: dict[tuple[int, int], list[bool]] = {}
+        found = []
+        for pair in zip(counts[0].tolist(), counts[1].tolist(), strict=True):
+            if pair not in known:
+                known[pair] = [self._launch(n, 0, pair) != self._launch(n, 1, pair) for n in layers]
+            found.append(known[pair])
+        return torch.tensor(found, dtype=torch.bool).view(self.compared, len(layers))
+
+    def _launch(self, layer: int, which: int, rows: tuple[int, int]) -> str:
+        recording = (self.reference, self.candidate)[which].recording
+        return recording.launches.get((layer, rows[which]), f"unknown, {rows[which]} rows")
+
+    def _look_at(self, layer: int, both: Tensor) -> None:
+        values = self.reference.shrink(layer)[self.one], self.candidate.shrink(layer)[self.other]
+        bits = [value.view(torch.int32) for value in values]
+        rounded = [
+            round_to(value, self.layout.dtype).contiguous().view(torch.int16)
+            if self.layout.dtype != torch.float32
+            else value.view(torch.int32)
+            for value in values
+        ]
+        differs = (bits[0] != bits[1]) & both[:, None, None]
+        survives = (rounded[0] != rounded[1]) & differs
+        for part, site in self.reference.recording.layers[layer].sites:
+            rows, kept = differs[:, part].any(-1), survives[:, part].any(-1)
+            self.latent += int((rows & ~kept).sum())
+            self.surviving += int(kept.sum())
+            own = kept & ~self.inherited[:, layer] & ~self.variant[:, layer]
+            self.roots += int(own.sum())
+            for row in kept.nonzero().flatten().tolist():
+                order = (*self._order(row, layer), part)
+                if self._best is None or order < self._best[0]:
+                    found = self._difference(layer, part, site, row, survives[row, part], values)
+                    self._best = order, found
+
+    def _order(self, row: int, layer: int) -> tuple[int, int, int]:
+        place = int(self.one[row])
+        return (
+            int(self.reference.forwards[place]),
+            layer,
+            int(self.reference.positions[place]),
+        )
+
+    def _missing_order(self, both: Tensor, last: int) -> tuple[int, int, int] | None:
+        """Where in execution order the first missing record would be: before it nothing is missing."""
+        present = set(self.reference.positions[self.one].tolist())
+        absent = [position for position in range(last) if position not in present]
+        # A position that is missing as a whole has no forward either; a later position's comes after it.
+        if absent:
+            return (-1, 0, absent[0])
+        gaps = (~both).nonzero().tolist()
+        return min((self._order(row, layer) for row, layer in gaps), default=None)
+
+    def _difference(
+        self,
+        layer: int,
+        part: int,
+        site: Site,
+        row: int,
+        survives: Tensor,
+        values: tuple[Tensor, Tensor],
+    ) -> LiveDifference:
+        rank_index = int(survives.nonzero()[0])
+        one, other = (float(value[row, part, rank_index]) for value in values)
+        place = int(self.one[row])
+        position = int(self.reference.positions[place])
+        origin = (
+            Origin.INHERITED
+            if bool(self.inherited[row, layer])
+            else Origin.CONFIGURATION_VARIANT
+            if bool(self.variant[row, layer])
+            else Origin.ROOT
+        )
+        rows = int(self.reference.rows[place, 3])
+        return LiveDifference(
+            site,
+            layer,
+            part,
+            position,
+            self.reference.step(position),
+            origin,
+            True,
+            rank_index,
+            one,
+            other,
+            boundary_report(one, other, self.layout.dtype),
+            place,
+            int(self.other[row]),
+            self._launch(layer, 0, (rows, rows)),
+        )
+
+    def judge(self, flip: int | None) -> tuple[LiveDifference | None, Origin | None, str]:
+        """Return the first surviving difference, the verdict and its reason."""
+        void = [*self.reference.void, *self.candidate.void]
+        if void:
+            return None, Origin.UNLOCATED, f"the recording is void: {'; '.join(void)}"
+        if self._best is None:
+            if flip is None:
+                lacking = f"; {self.missing} records are missing" if self.missing else ""
+                return None, None, f"no recorded shrink differs after rounding{lacking}"
+            return (
+                None,
+                Origin.UNLOCATED,
+                f"generated token {flip + 1} differs, and no recorded shrink before it differs after rounding: the "
+                "cause is an operation that is not recorded"
+                + (f", or lies in the {self.missing} missing records" if self.missing else ""),
+            )
+        order, first = self._best
+        if self._first_missing is not None and self._first_missing < order:
+            return (
+                first,
+                Origin.UNLOCATED,
+                (
+                    f"{first.name} is the first recorded difference that survives, but {self.missing} records are "
+                    "missing, some of them before it"
+                ),
+            )
+        if first.origin is Origin.INHERITED:
+            return (
+                first,
+                Origin.UNLOCATED,
+                (
+                    f"the operand of {first.name} differs already and no recorded shrink before it does after "
+                    "rounding: the difference entered at an operation that is not recorded"
+                ),
+            )
+        if first.origin is Origin.CONFIGURATION_VARIANT:
+            return (
+                first,
+                first.origin,
+                f"{first.name} was computed under another launch or adapter, so it has no root",
+            )
+        return (
+            first,
+            Origin.ROOT,
+            f"{first.name}: operand, adapter and launch are equal, and the shrink differs after rounding",
+        )
+
+
+def _aligned(one: Tensor, other: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of positions below ``last`` that both executions have."""
+    places = {position: row for row, position in enumerate(other.tolist())}
+    pairs = [
+        (row, places[position])
+        for row, position in enumerate(one.tolist())
+        if position < last and position in places
+    ]
+    if not pairs:
+        empty = torch.empty(0, dtype=torch.int64)
+        return empty, empty
+    rows = torch.tensor(pairs, dtype=torch.int64)
+    return rows[:, 0], rows[:, 1]
+
+
+def numbers_of(execution: Execution) -> Tensor:
+    """Return the numbers of an execution's rows in the ring, int64 [N]."""
+    return row_numbers(execution.rows)

@@ -55,7 +55,7 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="auto", choices=("auto", "transformers", "vllm"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention", default="sdpa")
-    parser.add_argument("--vllm-arguments", default="{}", metavar="JSON")
+    parser.add_argument("--vllm-arguments", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--task", default="bundled")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--select", nargs="+", default=[])
@@ -81,6 +81,7 @@ def study_of(options: argparse.Namespace, shard: str = "1/1") -> FragilityStudy:
             engine=options.engine,
             device=options.device,
             attention=options.attention,
+            vllm_arguments=options.vllm_arguments,
         ),
         task=options.task,
         selection=selection,
@@ -89,7 +90,6 @@ def study_of(options: argparse.Namespace, shard: str = "1/1") -> FragilityStudy:
         observed=options.observed,
         max_new_tokens=options.max_new_tokens,
         shard=(int(part), int(parts)),
-        vllm_arguments=options.vllm_arguments,
     )
 
 

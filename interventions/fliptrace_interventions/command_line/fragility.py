@@ -42,6 +42,7 @@ from fliptrace.command_line.study_options import (
     selection_of,
 )
 from fliptrace.command_line.trace_study import run_study_command
+from fliptrace.command_line.vllm_arguments import VllmArgumentOption
 from fliptrace.errors import InputError
 
 
@@ -54,6 +55,7 @@ def fragility(
     device: DeviceOption = "auto",
     dtype: DtypeOption = DtypeName.AUTO,
     attention: AttentionOption = "sdpa",
+    vllm_argument: VllmArgumentOption = None,
     threads: ThreadsOption = 1,
     task: TaskOption = "bundled",
     select: SelectOption = None,
@@ -130,7 +132,15 @@ def fragility(
 
     study = FragilityStudy(
         model=model_settings(
-            model, adapter, engine, device, dtype, attention, threads, no_chat_template
+            model,
+            adapter,
+            engine,
+            device,
+            dtype,
+            attention,
+            threads,
+            no_chat_template,
+            vllm_argument,
         ),
         task=task,
         selection=selection_of(select, prompts, prompt_seed, 20),

@@ -7,16 +7,11 @@ their own within a prompt's thousand.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fliptrace.errors import InputError
-from fliptrace.pair.bundled import bundled_model
-from fliptrace.pair.engines import load_engine
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
@@ -58,7 +53,6 @@ class FragilityStudy:
         max_new_tokens: per generation.
         seed: where schedule seeds begin, on a CPU.
         shard: (k, n): only every n-th prompt from the k-th (1-based) on, for one of n processes; (1, 1) for all.
-        vllm_arguments: with the vllm engine only: further arguments of ``vllm.LLM``, as a JSON object.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -70,7 +64,6 @@ class FragilityStudy:
     max_new_tokens: int = 64
     seed: int = 0
     shard: tuple[int, int] = (1, 1)
-    vllm_arguments: str = "{}"
 
     @property
     def name(self) -> str:
@@ -150,7 +143,7 @@ class FragilityWorker:
     def __init__(self, study: FragilityStudy) -> None:
         """Load the model."""
         self._study = study
-        self._engine = _load(study)
+        self._engine = study.model.load()
         self._vllm = self._engine.describe()["engine"]["name"] == "vllm"
 
     def describe(self) -> dict[str, Any]:
@@ -215,26 +208,3 @@ class FragilityWorker:
 
         set_reduction(self._engine, reduction, seed)
         return {"token_ids": list(run.token_ids), "stop_reason": run.stop_reason, **measured}
-
-
-def _load(study: FragilityStudy) -> Any:
-    try:
-        arguments = json.loads(study.vllm_arguments)
-    except ValueError as error:
-        raise InputError(f"vllm arguments must be a JSON object ({error})") from error
-    if not isinstance(arguments, dict):
-        raise InputError(f"vllm arguments must be a JSON object; got {study.vllm_arguments}")
-    settings = study.model
-    if not arguments:
-        return settings.load()
-    torch.set_num_threads(settings.threads)
-    bundled = bundled_model()
-    return load_engine(
-        settings.model or bundled.model,
-        settings.adapter or bundled.adapter,
-        engine=settings.engine,
-        device=settings.device,
-        dtype=settings.dtype,
-        attention=settings.attention,
-        vllm_arguments=arguments,
-    )

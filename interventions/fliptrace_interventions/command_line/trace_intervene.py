@@ -24,6 +24,7 @@ from fliptrace.command_line.options import (
 )
 from fliptrace.command_line.output import figure_formats, show_document
 from fliptrace.command_line.running import InterruptedWithResultsError, progress_bar, run
+from fliptrace.command_line.vllm_arguments import VllmArgumentOption, read_vllm_arguments
 from fliptrace.errors import InputError
 from fliptrace_interventions.command_line.options import (
     CLAIM,
@@ -188,6 +189,7 @@ def trace_intervene(
     engine: Annotated[
         EngineName, typer.Option(help="What runs the model.", rich_help_panel=MODEL)
     ] = EngineName.AUTO,
+    vllm_argument: VllmArgumentOption = None,
     device: Annotated[
         str,
         typer.Option(
@@ -251,7 +253,7 @@ def trace_intervene(
             "a search with --continuation recorded asks another question than the pair's own story and must not take "
             "its place; name a new folder with --out"
         )
-    named = _Model(model, adapter, str(engine), device, str(dtype))
+    named = _Model(model, adapter, str(engine), device, str(dtype), tuple(vllm_argument or ()))
     budget = Budget(budget_runs, budget_minutes)
     if out is not None:
         require_new(out)
@@ -312,6 +314,7 @@ class _Model:
     engine: str
     device: str
     dtype: str
+    vllm_argument: tuple[str, ...] = ()
 
     def load(self, pair: Pair, source: Path) -> LoadedEngine:
         """Load it.
@@ -332,13 +335,17 @@ class _Model:
             device = str(manifest.get("environment.device") or "auto")
         if device == "cpu":
             use_recorded_threads(manifest)
+        engine = str(manifest.get("engine.name")) if self.engine == "auto" else self.engine
+        recorded = manifest.get("engine.arguments") if engine == "vllm" else None
+        passed = (recorded or {}) | read_vllm_arguments(self.vllm_argument, engine)
         return load_engine(
             self.model or find_model(manifest, source),
             self.adapter or find_adapter(manifest, source),
-            engine=str(manifest.get("engine.name")) if self.engine == "auto" else self.engine,
+            engine=engine,
             device=device,
             dtype=str(manifest.get("model.dtype")) if self.dtype == "auto" else self.dtype,
             attention=str(manifest.get("model.attention") or "sdpa"),
+            vllm_arguments=passed,
         )
 
 

@@ -23,6 +23,7 @@ from fliptrace.command_line.running import (
     InterruptedWithResultsError,
     progress_bar,
 )
+from fliptrace.command_line.vllm_arguments import read_vllm_arguments
 
 if TYPE_CHECKING:
     from fliptrace.studies import ModelSettings, Selection, Study
@@ -183,8 +184,13 @@ def model_settings(
     attention: str,
     threads: int,
     no_chat_template: bool,
+    vllm_argument: list[str] | None = None,
 ) -> ModelSettings:
-    """Put the model's options together."""
+    """Put the model's options together.
+
+    Raises:
+        InputError: a --vllm-argument that cannot be read, or without --engine vllm.
+    """
     from fliptrace.studies import ModelSettings
 
     return ModelSettings(
@@ -196,6 +202,7 @@ def model_settings(
         attention=attention,
         chat_template=not no_chat_template,
         threads=threads,
+        vllm_arguments=read_vllm_arguments(vllm_argument, str(engine)),
     )
 
 

@@ -32,6 +32,7 @@ from fliptrace.command_line.study_options import (
     ThreadsOption,
     model_settings,
 )
+from fliptrace.command_line.vllm_arguments import VllmArgumentOption
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def trace_check(
     device: DeviceOption = "auto",
     dtype: DtypeOption = DtypeName.AUTO,
     attention: AttentionOption = "sdpa",
+    vllm_argument: VllmArgumentOption = None,
     threads: ThreadsOption = 1,
     prompt: Annotated[
         list[str] | None,
@@ -168,6 +170,7 @@ def trace_check(
             attention,
             threads,
             no_chat_template,
+            vllm_argument,
         ),
         reduction=reduction,
         prompts=tuple(prompt or ()),

@@ -30,6 +30,7 @@ from fliptrace.command_line.options import (
 from fliptrace.command_line.output import Output, figure_formats, show_document, show_summary
 from fliptrace.command_line.running import exit_code, progress_bar, run
 from fliptrace.command_line.runs import trace_one, trace_several
+from fliptrace.command_line.vllm_arguments import VllmArgumentOption, read_vllm_arguments
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def trace_pair(
         AttentionName,
         typer.Option(help="Which attention of transformers runs.", rich_help_panel=MODEL),
     ] = AttentionName.SDPA,
+    vllm_argument: VllmArgumentOption = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -256,6 +258,8 @@ def trace_pair(
             raise InputError(
                 "--demo brings its own model and prompts; leave out --model, --adapter, prompts and --dataset"
             )
+        if vllm_argument or engine is EngineName.VLLM:
+            raise InputError("--demo runs on transformers; leave out --engine and --vllm-argument")
         if device not in ("auto", "cpu"):
             raise InputError(f"--demo runs on the CPU; got --device {device}")
         if dtype is not DtypeName.AUTO or attention is not AttentionName.SDPA or no_chat_template:
@@ -270,6 +274,7 @@ def trace_pair(
             name for name, value in (("--model", model), ("--adapter", adapter)) if not value
         )
         raise InputError(f"{missing} must be given (or --demo; see trace-pair --help)")
+    passed = read_vllm_arguments(vllm_argument, str(engine))
     texts = _texts(prompt or [], prompt_file or [], dataset, select or [])
     with progress_bar(output.quiet) as show:
         from fliptrace.pair import load_engine
@@ -281,6 +286,7 @@ def trace_pair(
             device=device,
             dtype=str(dtype),
             attention=str(attention),
+            vllm_arguments=passed,
         )
         prompts = _encode(loaded, texts, chat_template=not no_chat_template)
         if len(prompts) > 1:

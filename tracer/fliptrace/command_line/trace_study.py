@@ -50,6 +50,8 @@ from fliptrace.command_line.study_options import (
     run_and_show,
     selection_of,
 )
+from fliptrace.command_line.study_train import train
+from fliptrace.command_line.vllm_arguments import VllmArgumentOption
 from fliptrace.errors import InputError
 
 
@@ -62,6 +64,7 @@ def repeat(
     device: DeviceOption = "auto",
     dtype: DtypeOption = DtypeName.AUTO,
     attention: AttentionOption = "sdpa",
+    vllm_argument: VllmArgumentOption = None,
     threads: ThreadsOption = 1,
     task: TaskOption = "bundled",
     select: SelectOption = None,
@@ -113,7 +116,15 @@ def repeat(
 
     study = RepeatStudy(
         model=model_settings(
-            model, adapter, engine, device, dtype, attention, threads, no_chat_template
+            model,
+            adapter,
+            engine,
+            device,
+            dtype,
+            attention,
+            threads,
+            no_chat_template,
+            vllm_argument,
         ),
         task=task,
         selection=selection_of(select, prompts, prompt_seed, 20),
@@ -144,6 +155,7 @@ def replay(
     device: DeviceOption = "auto",
     dtype: DtypeOption = DtypeName.AUTO,
     attention: AttentionOption = "sdpa",
+    vllm_argument: VllmArgumentOption = None,
     threads: ThreadsOption = 1,
     task: TaskOption = "bundled",
     select: SelectOption = None,
@@ -182,7 +194,15 @@ def replay(
 
     study = ReplayStudy(
         model=model_settings(
-            model, adapter, engine, device, dtype, attention, threads, no_chat_template
+            model,
+            adapter,
+            engine,
+            device,
+            dtype,
+            attention,
+            threads,
+            no_chat_template,
+            vllm_argument,
         ),
         task=task,
         selection=selection_of(select, prompts, prompt_seed, 10),
@@ -246,6 +266,7 @@ def decide(
     device: DeviceOption = "auto",
     dtype: DtypeOption = DtypeName.AUTO,
     attention: AttentionOption = "sdpa",
+    vllm_argument: VllmArgumentOption = None,
     threads: ThreadsOption = 1,
     select: SelectOption = None,
     prompts: PromptsOption = None,
@@ -283,7 +304,15 @@ def decide(
         yes=yes,
         no=no,
         model=model_settings(
-            model, adapter, engine, device, dtype, attention, threads, no_chat_template
+            model,
+            adapter,
+            engine,
+            device,
+            dtype,
+            attention,
+            threads,
+            no_chat_template,
+            vllm_argument,
         ),
         selection=selection_of(select, prompts, prompt_seed, None),
         reductions=tuple(reduction or PAPER_REDUCTIONS),
@@ -310,6 +339,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "replay": replay,
     "repeat": repeat,
     "decide": decide,
+    "train": train,
 }
 
 
@@ -330,6 +360,8 @@ def trace_study(
     trace-study latency: what a reduction costs whole requests (table 4, figure 6).
 
     trace-study fragility: how probably a fresh execution flips, from one execution and few replays.
+
+    trace-study train: a LoRA adapter to measure with, as the paper trains its own.
 
     trace-study STUDY --help says what a study takes.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ class ModelSettings:
         attention: see load_engine.
         chat_template: apply the tokenizer's chat template.
         threads: of torch, on the CPU. Bits of a matrix product may depend on it, so every worker takes this number.
+        vllm_arguments: see load_engine.
     """
 
     model: str | None = None
@@ -55,10 +56,12 @@ class ModelSettings:
     attention: str = "sdpa"
     chat_template: bool = True
     threads: int = 1
+    vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """Return what rows depend on; model and adapter are known by their hashes, not by where they lie."""
-        return {
+        passed = {"vllm_arguments": dict(self.vllm_arguments)} if self.vllm_arguments else {}
+        return passed | {
             "bundled_model": self.model is None,
             "engine": self.engine,
             "device": self.device,
@@ -89,6 +92,7 @@ class ModelSettings:
             device=self.device,
             dtype=self.dtype,
             attention=self.attention,
+            vllm_arguments=self.vllm_arguments,
         )
 
 

@@ -176,6 +176,7 @@ class VllmEngine:
         """Return the manifest's sections model, adapter, tokenizer, reduction, engine and environment."""
         described = {name: dict(section) for name, section in self.loaded.description.items()}
         layouts = sorted({layer.layout.value for layer in self.paged})
+        passed = {"arguments": dict(self.loaded.arguments)} if self.loaded.arguments else {}
         backends = sorted({layer.module.attn_backend.get_name() for layer in self.paged})
         described["model"]["attention"] = ", ".join(backends)
         return {
@@ -191,6 +192,7 @@ class VllmEngine:
                 "consumption": "shrinks are hashed where expand is entered, caches in paged memory before attention",
                 "plugin": self.plugin,
                 "settings_read_in_worker": self.settings,
+                **passed,
             },
             "environment": describe_environment(self._device),
         }

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import dataclasses
+import json
 import math
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +30,9 @@ from fliptrace.capture.sources import (
 from fliptrace.capture.vllm_engine.hosting import FIXED_ARGUMENTS
 from fliptrace.errors import InputError, UnsupportedModelError
 
+#: Engines made here that end with the process.
+_ours: list[weakref.ref[Any]] = []
+_REASON_CHARACTERS = 400
 #: Ranks for which vLLM makes buffers.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 #: Initialisations after which PEFT changes the base weights on loading, which vLLM does not.
@@ -45,6 +53,7 @@ class LoadedLlm:
         tokenizer: the model's.
         description: manifest sections ``model``, ``adapter`` and ``tokenizer``.
         end_ids: tokens that end a generation.
+        arguments: what was passed through to vllm.LLM and can be written as JSON.
     """
 
     llm: Any
@@ -53,6 +62,7 @@ class LoadedLlm:
     tokenizer: Any
     description: dict[str, dict[str, Any]]
     end_ids: frozenset[int] = field(default_factory=frozenset)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_llm(
@@ -78,6 +88,9 @@ def load_llm(
     """
     given = dict(arguments or {})
     _check_arguments(given)
+    # Read when vLLM is imported: standard output is ours, and its progress is nobody's.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     require_vllm()
     folder = adapter_folder(adapter)
     configuration = check_adapter(folder)
@@ -106,8 +119,56 @@ def load_llm(
                 model=str(Path(model).expanduser()) if Path(model).exists() else model, **settings
             )
         except (OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError) as error:
-            raise InputError(f"vLLM could not load model {model!r}: {first_line(error)}") from error
-    return describe_llm(llm, LoRARequest("fliptrace", 1, str(folder)), model, adapter)
+            raise InputError(f"vLLM could not load model {model!r}: {_reason(error)}") from error
+    end_with_process(llm)
+    described = describe_llm(llm, LoRARequest("fliptrace", 1, str(folder)), model, adapter)
+    return dataclasses.replace(described, arguments=_as_json(arguments or {}))
+
+
+def end_with_process(llm: Any) -> None:
+    """Shut an engine down, and the process group that vLLM made for it, when the process ends.
+
+    Without it vLLM ends with warnings of a process group that nobody destroyed. Not when a tracer is closed: other
+    engines of the process share the group.
+    """
+    if not _ours:
+        atexit.register(_end_ours)
+    _ours.append(weakref.ref(llm))
+
+
+def _end_ours() -> None:
+    for reference in _ours:
+        llm = reference()
+        core: Any = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
+        # A process that ends is not to fail over it; what is left is the operating system's to take back.
+        with contextlib.suppress(Exception):
+            core.shutdown()
+    with contextlib.suppress(Exception):
+        from vllm.distributed.parallel_state import (
+            destroy_distributed_environment,
+            destroy_model_parallel,
+        )
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line what vLLM objected to; of pydantic's several lines the second and third hold it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:
+        return " ".join(lines[1:3])[:_REASON_CHARACTERS]
+    return first_line(error)
+
+
+def _as_json(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that survive JSON unchanged."""
+    kept = {}
+    for name, value in arguments.items():
+        with contextlib.suppress(TypeError, ValueError):
+            if json.loads(json.dumps(value)) == value:
+                kept[name] = value
+    return kept
 
 
 def require_vllm() -> None:

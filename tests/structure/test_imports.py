@@ -20,7 +20,7 @@ HOMES = {
     "jinja2": {"fliptrace.views"},
     "matplotlib": {"fliptrace.views.static"},
     "networkx": {"fliptrace.analysis"},
-    "peft": {"fliptrace.capture"},
+    "peft": {"fliptrace.capture", "fliptrace.studies.training.adapters"},
     "plotly": {
         "fliptrace.studies.figures",
         "fliptrace.views",

@@ -7,10 +7,8 @@ mass. The read is the same on every engine; vLLM's own structured-decision inter
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +28,10 @@ from fliptrace.studies.engines import (
     simulates,
 )
 from fliptrace.studies.items import Item, Row
+from fliptrace.studies.labelled import decision_prompt, read_labelled
 from fliptrace.studies.repeat import PAPER_REDUCTIONS
 from fliptrace.studies.study import Report
 from fliptrace.studies.tasks import Selection
-
-#: Words that a label column may hold; numbers are compared with the threshold.
-_WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,37 +108,14 @@ class DecideStudy:
         ]
 
     def _read(self) -> list[tuple[str, int, str, bool | None]]:
-        path = Path(self.csv).expanduser()
-        try:
-            with path.open(encoding="utf-8", newline="") as file:
-                lines = list(csv.DictReader(file))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise InputError(f"{path} cannot be read as CSV ({error})") from error
-        for column in filter(None, (self.text_column, self.label_column)):
-            if not lines or column not in lines[0]:
-                there = ", ".join(lines[0]) if lines else "no rows"
-                raise InputError(f"{path} has no column {column!r}; it has {there}")
+        lines = read_labelled(self.csv, self.text_column, self.label_column, self.threshold)
         found = []
         for number in self.selection.of(len(lines)):
-            text, source = lines[number][self.text_column] or "", f"row {number}"
-            require_text(text, source)
-            label = lines[number][self.label_column] if self.label_column else None
-            prompt = f"{text}\n\n{self.question} Answer {self.yes} or {self.no}."
-            found.append(
-                (source, number, prompt, None if label is None else self._label(label, source))
-            )
+            line = lines[number]
+            require_text(line.text, line.source)
+            prompt = decision_prompt(line.text, self.question, self.yes, self.no)
+            found.append((line.source, number, prompt, line.label))
         return found
-
-    def _label(self, text: str, source: str) -> bool:
-        word = text.strip().lower()
-        if word in _WORDS:
-            return _WORDS[word]
-        try:
-            return float(word) >= self.threshold
-        except ValueError as error:
-            raise InputError(
-                f"{source}: a label is yes, no, true, false or a number; got {text!r}"
-            ) from error
 
     def open(self) -> DecideWorker:
         """Load the model."""

@@ -86,14 +86,13 @@ def load_model(
         InputError: not found, unreadable, an adapter for another base model, no such device.
         UnsupportedModelError: quantised, or a LoRA variant whose shrink is not x·Aᵀ.
     """
-    chosen_device = _choose_device(device)
+    chosen_device = choose_device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise InputError(f"dtype must be auto, {', '.join(_DTYPES)}; got {dtype!r}")
     with quiet_libraries():
         folder = adapter_folder(adapter)
         configuration = check_adapter(folder)
-        base, tokenizer, description = _load_base(model, dtype, attention)
-        _refuse_quantised(base, model)
+        base, tokenizer, description = load_base(model, dtype, attention)
         traced = _add_adapter(base, folder, configuration, model)
         traced.to(chosen_device).eval()
     model_dtype = _model_dtype(traced)
@@ -116,7 +115,12 @@ def forward_accepts(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
-def _choose_device(device: str) -> torch.device:
+def choose_device(device: str) -> torch.device:
+    """Return the device of a name, see load_model.
+
+    Raises:
+        InputError: no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -138,9 +142,15 @@ def _choose_device(device: str) -> torch.device:
     return chosen
 
 
-def _load_base(
+def load_base(
     model: str, dtype: str, attention: str
 ) -> tuple[nn.Module, Any, dict[str, dict[str, Any]]]:
+    """Load a model without an adapter, its tokenizer, and the manifest's section ``model``; see load_model.
+
+    Raises:
+        InputError: not found or unreadable.
+        UnsupportedModelError: quantised.
+    """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -172,6 +182,7 @@ def _load_base(
     except (*_LOADING_ERRORS, SafetensorError) as error:
         what = "could not be loaded" if path.exists() else _NOWHERE
         raise InputError(f"model {model!r} {what}: {first_line(error)}") from error
+    _refuse_quantised(base, model)
     files = [path] if is_gguf else model_files(source, base.config)
     description = {
         "model": {

@@ -1,0 +1,138 @@
+"""What a training is asked for, and what it gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fliptrace.errors import InputError
+
+KINDS = ("gsm8k", "mbpp", "csv")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """Settings of a training.
+
+    Attributes:
+        task: ``gsm8k:PATH``, ``mbpp:PATH`` or ``csv:PATH``.
+        model: a folder, a ``.gguf`` file or a hub name; None for the bundled model without its adapter.
+        rank: of the adapter; alpha is twice that.
+        epochs: passes over the training rows, at most.
+        max_steps: steps of the optimiser, at most; None for no limit.
+        batch: rows per step.
+        learning_rate: of AdamW; it rises over the first 3 % of the steps and falls linearly to zero.
+        max_length: rows of more tokens are left out, and counted.
+        seed: of splits, initial weights and order.
+        device: see load_engine.
+        dtype: see load_engine.
+        chat_template: apply the tokenizer's.
+        threads: of torch, on a CPU.
+        question: asked of every text of a CSV file.
+        text_column: of a CSV file.
+        label_column: of a CSV file.
+        threshold: see DecideStudy.
+        yes: the word for yes.
+        no: the word for no.
+        validation_rows: of a CSV file, drawn with both classes in proportion; GSM8K keeps 5 % back, MBPP has rows of
+            its own.
+        test_rows: of a CSV file, the same, written to test.csv and never trained on.
+    """
+
+    task: str
+    model: str | None = None
+    rank: int = 16
+    epochs: int = 3
+    max_steps: int | None = None
+    batch: int = 16
+    learning_rate: float = 2e-4
+    max_length: int = 1024
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    chat_template: bool = True
+    threads: int = 1
+    question: str = "Is this comment toxic?"
+    text_column: str = "text"
+    label_column: str = "label"
+    threshold: float = 0.5
+    yes: str = "yes"
+    no: str = "no"
+    validation_rows: int = 200
+    test_rows: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The task's kind."""
+        return self.task.partition(":")[0]
+
+    @property
+    def data(self) -> Path:
+        """The task's file."""
+        return Path(self.task.partition(":")[2]).expanduser()
+
+    @property
+    def alpha(self) -> int:
+        """LoRA's alpha."""
+        return 2 * self.rank
+
+    def check(self) -> None:
+        """Refuse what means nothing.
+
+        Raises:
+            InputError: which setting.
+        """
+        kind, separator, name = self.task.partition(":")
+        if kind not in KINDS or not separator or not name:
+            raise InputError(
+                f"an adapter is trained for gsm8k:PATH, mbpp:PATH or csv:PATH; got {self.task!r}"
+            )
+        for what in ("rank", "epochs", "batch", "max_length", "threads"):
+            if getattr(self, what) < 1:
+                raise InputError(
+                    f"{what.replace('_', ' ')} must be at least 1; got {getattr(self, what)}"
+                )
+        if self.max_steps is not None and self.max_steps < 1:
+            raise InputError(f"max steps must be at least 1; got {self.max_steps}")
+        if not 0 < self.learning_rate < 1:
+            raise InputError(
+                f"the learning rate must lie between 0 and 1; got {self.learning_rate}"
+            )
+        if self.validation_rows < 1 or self.test_rows < 0:
+            raise InputError(
+                f"validation takes at least 1 row and a test set 0; got {self.validation_rows} and {self.test_rows}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a training gave.
+
+    Attributes:
+        folder: the adapter's.
+        steps: of the optimiser.
+        best_epoch: whose weights were kept, from 1; 0 for the untrained ones.
+        losses: per epoch, from 0 (before the first step): mean loss per answer token in training (None before) and
+            in validation.
+        rows: how many there were for training, validation and test, and how many were left out as too long.
+        seconds: training and validating, without loading.
+    """
+
+    folder: Path
+    steps: int
+    best_epoch: int
+    losses: Sequence[tuple[float | None, float]]
+    rows: Mapping[str, int]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "steps": self.steps,
+            "best_epoch": self.best_epoch,
+            "losses": [list(pair) for pair in self.losses],
+            "rows": dict(self.rows),
+            "seconds": round(self.seconds, 1),
+        }

@@ -48,3 +48,13 @@ def rows_of():
         return [json.loads(line) for line in lines]
 
     return read
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A program that takes the place of the Python that has vLLM and answers by arithmetic."""
+    inside = Path(__file__).with_name("engine_stand_in.py")
+    program = tmp_path / "engine-python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{inside}" "$0" "$@"\n', "utf-8")
+    program.chmod(0o755)
+    return program

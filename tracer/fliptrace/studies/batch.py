@@ -27,6 +27,7 @@ from fliptrace.studies.engine_process import (
 from fliptrace.studies.engine_process_settings import (
     ANSWER_SECONDS,
     EngineSettings,
+    adapter_rank,
     verified_kernels,
 )
 from fliptrace.studies.engines import (
@@ -43,8 +44,6 @@ REDUCTIONS = (VLLM_OWN, "deterministic:8", "local")
 SWITCHES = ("off", "on")
 BATCH_SIZES = (16, 32, 64)
 _SEED = 7
-#: Ranks for which vLLM makes buffers.
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,7 @@ class BatchStudy:
                 )
 
     def items(self) -> list[Item]:
-        """Return one item per arm, batch size and pass, and one per arm to locate; repetitions lie together.
+        """Return one item per arm, batch size and pass, and one per arm to locate.
 
         Raises:
             InputError: a setting that means nothing.
@@ -235,19 +234,20 @@ class BatchStudy:
         return items
 
     def _passes(self, prompts: int) -> Iterator[tuple[int, int, str]]:
-        """Yield (repetition, batch size, arrangement): all sizes once, then what varies, then all sizes again."""
-        sizes = sorted({*self.batch_sizes} | ({1} if self.alone else set()))
-        for repetition in range(self.repetitions):
-            yield from ((repetition, batch, FIXED) for batch in sizes)
-            if repetition:
-                continue
-            for batch in sizes:
-                wanted = [each for each in self.variations if each != "prefix" and batch > 1]
-                for variation in wanted:
-                    if variation != "neighbours" or batch < prompts:
-                        yield repetition, batch, variation
-                if self.caches_prefixes:
-                    yield from ((repetition, batch, prefix) for prefix in PREFIXES)
+        """Yield (repetition, batch size, arrangement): what says most first, as a budget may end a sitting anywhere."""
+        sizes = sorted({*self.batch_sizes})
+        alone = [1] if self.alone else []
+        yield from ((0, batch, FIXED) for batch in [*sizes, *alone])
+        for batch in sizes:
+            for variation in self.variations:
+                if variation != "prefix" and (variation != "neighbours" or batch < prompts):
+                    yield 0, batch, variation
+        if self.caches_prefixes:
+            for batch in [*sizes, *alone]:
+                yield from ((0, batch, prefix) for prefix in PREFIXES)
+        for few in (sizes, alone):
+            for repetition in range(1, self.repetitions):
+                yield from ((repetition, batch, FIXED) for batch in few)
 
     def open(self) -> BatchWorker:
         """Read the prompts; engines start when it is known which are needed."""
@@ -291,7 +291,7 @@ class BatchWorker:
             arm.reduction,
             str(study.model.model or bundled.model),
             [adapter],
-            rank=buffer_rank(adapter),
+            rank=adapter_rank(adapter),
             batches=[1, *study.batch_sizes],
             variables=variables,
             mode="eager" if locating else None,
@@ -414,17 +414,3 @@ def arranged(count: int, batch: int, arrangement: str) -> list[int]:
         batches = (numbers[first : first + batch] for first in range(0, count, batch))
         return [number for each in batches for number in reversed(each)]
     return numbers
-
-
-def buffer_rank(adapter: str) -> int:
-    """Return the rank for which vLLM makes buffers: the adapter's, rounded up to one that it knows.
-
-    Raises:
-        InputError: the adapter cannot be read, or its rank is none of vLLM's.
-    """
-    from fliptrace.capture.sources import adapter_folder, check_adapter
-
-    rank = check_adapter(adapter_folder(adapter)).get("r")
-    if not isinstance(rank, int) or not 0 < rank <= _RANKS[-1]:
-        raise InputError(f"vLLM takes adapters of rank 1 to {_RANKS[-1]}; {adapter} has r={rank!r}")
-    return next(size for size in _RANKS if size >= rank)

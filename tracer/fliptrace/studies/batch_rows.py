@@ -69,12 +69,12 @@ class _Operations(TorchDispatchMode):
 
 
 def first_dependent_modules(
-    llm: Any, prompts: Sequence[list[int]], alone: int, run: Run
+    model: nn.Module, prompts: Sequence[list[int]], alone: int, run: Run
 ) -> list[dict[str, Any]]:
     """Run prompts in one batch, then the first few alone, and compare what every module put out.
 
     Args:
-        llm: an eager vllm.LLM in this process that runs nothing else.
+        model: of an eager engine in this process that runs nothing else.
         prompts: token ids, all of them with the same adapter.
         alone: how many of them to run alone.
         run: continues prompts.
@@ -84,9 +84,6 @@ def first_dependent_modules(
         ``module``, ``kind`` (its class), ``step`` (0 is the prefill) and ``operations`` (operators that ran in it) of
         the first that differs, None without one.
     """
-    from fliptrace.capture.vllm_engine.hosting import find_host
-
-    model: nn.Module = find_host(llm).runner.model
     rows = Rows()
     with watched(model, rows):
         together = run(list(prompts))

@@ -21,6 +21,8 @@ from fliptrace.studies.engine_process import (
     inside,
 )
 
+#: Ranks for which vLLM makes buffers.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MODES = ("auto", "graphs", "compiled", "eager")
 _ENGINES = ("auto", "vllm")
 #: Answers that take longer are taken for an engine that hangs.
@@ -123,7 +125,10 @@ class EngineSettings:
             mode: another than the settings'.
             options: further arguments of vllm.LLM.
         """
-        lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1} if rank else {}
+        lora: dict[str, Any] = {}
+        if rank:
+            buffers = next(size for size in _RANKS if size >= rank)
+            lora = {"enable_lora": True, "max_lora_rank": buffers, "max_loras": 1}
         arguments = engine_options(
             cache_gib=self.cache_gib,
             attention_backend=self.attention_backend,
@@ -148,6 +153,20 @@ class EngineSettings:
             inside(self.python, settings),
             environment(self.folder, name, label, python=self.python, **variables),
         )
+
+
+def adapter_rank(adapter: str) -> int:
+    """Return an adapter's rank.
+
+    Raises:
+        InputError: the adapter cannot be read, or its rank is none that vLLM takes.
+    """
+    from fliptrace.capture.sources import adapter_folder, check_adapter
+
+    rank = check_adapter(adapter_folder(adapter)).get("r")
+    if not isinstance(rank, int) or not 0 < rank <= _RANKS[-1]:
+        raise InputError(f"vLLM takes adapters of rank 1 to {_RANKS[-1]}; {adapter} has r={rank!r}")
+    return rank
 
 
 def verified_kernels(

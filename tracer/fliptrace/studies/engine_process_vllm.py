@@ -95,6 +95,8 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Any, list[Any]]:
         "cuda_initialised_by_plugins": torch.cuda.is_initialized(),
     }
     mode = settings.get("mode")
+    if mode:
+        check_switch()
     options = settings["options"] | (compilation(mode, settings["batches"]) if mode else {})
     llm = vllm.LLM(**options)
     if torch.cuda.is_available():
@@ -104,6 +106,24 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Any, list[Any]]:
         for number, path in enumerate(settings.get("adapters", []), start=1)
     ]
     return facts, llm, adapters
+
+
+def check_switch() -> None:
+    """Refuse VLLM_BATCH_INVARIANT where vLLM would start with it and fail at the first request.
+
+    Raises:
+        InputError: it is on and this is no GPU.
+    """
+    import vllm.envs as variables
+    from vllm.platforms import current_platform
+
+    from fliptrace.errors import InputError
+
+    if bool(getattr(variables, "VLLM_BATCH_INVARIANT", False)) and not current_platform.is_cuda():
+        raise InputError(
+            "VLLM_BATCH_INVARIANT needs CUDA, as vLLM's batch-invariant operators are Triton's; this vLLM runs on "
+            f"{current_platform.device_name}: ask for the switch off alone"
+        )
 
 
 def compilation(mode: str, batches: list[int]) -> dict[str, Any]:
@@ -282,6 +302,7 @@ def forget_prefixes(llm: Any, _adapters: list[Any], _command: dict[str, Any]) ->
 
 def locate(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, Any]:
     """Find the first module whose rows depend on a request's neighbours; see batch_rows."""
+    from fliptrace.capture.vllm_engine.hosting import find_host
     from fliptrace.studies.batch_rows import first_dependent_modules
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
@@ -289,7 +310,8 @@ def locate(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, 
         found: list[list[int]] = generate(llm, adapters, asked)["tokens"]
         return found
 
-    return {"requests": first_dependent_modules(llm, command["prompts"], command["alone"], run)}
+    model = find_host(llm).runner.model
+    return {"requests": first_dependent_modules(model, command["prompts"], command["alone"], run)}
 
 
 COMMANDS: dict[str, Callable[[Any, list[Any], dict[str, Any]], dict[str, Any]]] = {

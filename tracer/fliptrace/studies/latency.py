@@ -18,7 +18,7 @@ from typing import Any
 from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.engines import VLLM_OWN
-from fliptrace.studies.batch import SWITCHES, Arm, buffer_rank
+from fliptrace.studies.batch import SWITCHES, Arm
 from fliptrace.studies.engine_process import (
     NO_ADAPTER,
     EngineProcess,
@@ -28,6 +28,7 @@ from fliptrace.studies.engine_process import (
 from fliptrace.studies.engine_process_settings import (
     ANSWER_SECONDS,
     EngineSettings,
+    adapter_rank,
     verified_kernels,
 )
 from fliptrace.studies.engines import identity_of, is_repeatable
@@ -168,7 +169,7 @@ class LatencyStudy:
         return unsplit if unsplit in with_adapter else (with_adapter or [str(arms[0])])[0]
 
     def adapter_folders(self) -> list[tuple[int, str]]:
-        """Return (rank of vLLM's buffers, folder) per adapter; random ones are written if they are not there."""
+        """Return (rank, folder) per adapter; random ones are written if they are not there."""
         if self.shape is not None:
             shape, folder = shape_of(self.shape), self.engines.folder
             return [
@@ -183,7 +184,7 @@ class LatencyStudy:
                 for rank in self.ranks
             ]
         found = self.adapters or (str(bundled_model().adapter),)
-        return [(buffer_rank(adapter), adapter) for adapter in found]
+        return [(adapter_rank(adapter), adapter) for adapter in found]
 
     def items(self) -> list[Item]:
         """Return one item per trial, round, batch size, adapter and arm; arms in a new order each time.

@@ -7,7 +7,6 @@ It answers commands as vllm_engine.py does; `record` holds the arguments of `pre
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -98,29 +97,37 @@ def generate(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str
 
 
 def hashes(_llm: Any, _adapters: list[Any], command: dict[str, Any]) -> dict[str, Any]:
-    """Name every recorded row of the requests of one recording: operand digests and FP32 bits of all sites."""
-    return {"rows": [hashes_of(execution) for execution in RECORDED[command["name"]]]}
+    """Name every record of the requests of one recording: per row and site, the operand and the FP32 bits."""
+    return {"requests": [hashes_of(execution) for execution in RECORDED[command["name"]]]}
+
+
+def short(digests: Any) -> list[str]:
+    """Write the first 32 bits of each row's digest."""
+    return [f"{lane & 0xFFFFFFFF:08x}" for lane in digests[:, 0].tolist()]
 
 
 def hashes_of(execution: Any) -> dict[str, Any]:
-    """Hash each row, by site in the order of their paths."""
-    layers = execution.recording.layers
+    """Name the records of each row, by site in the order of their paths."""
+    from fliptrace.numerics import digest_rows
+
     places = sorted(
         (site.path, number, part)
-        for number, layer in enumerate(layers)
+        for number, layer in enumerate(execution.recording.layers)
         for part, site in layer.sites
     )
     digests = execution.operand_digests()
-    values = [execution.shrink(number) for number in range(len(layers))]
-    found = []
-    for row in range(len(execution)):
-        sha = hashlib.sha256()
-        for _, number, part in places:
-            sha.update(digests[row, number].numpy().tobytes())
-            sha.update(values[number][row, part].contiguous().numpy().tobytes())
-        found.append(sha.hexdigest()[:16])
+    columns = [
+        list(
+            zip(
+                short(digests[:, number]),
+                short(digest_rows(execution.shrink(number)[:, part].contiguous())),
+                strict=True,
+            )
+        )
+        for _, number, part in places
+    ]
     return {
-        "hashes": found,
+        "rows": list(zip(*columns, strict=True)),
         "rows_of_forward": execution.rows[:, 3].tolist(),
         "tokens": list(execution.token_ids),
         "missing": execution.missing(),
@@ -128,14 +135,14 @@ def hashes_of(execution: Any) -> dict[str, Any]:
 
 
 def eager(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, Any]:
-    """Run one request alone through the engine that shows every shrink to Python, and hash the rows likewise."""
+    """Run one request alone through the engine that shows every shrink to Python, and name its records likewise."""
     import fliptrace as ft
     from fliptrace.numerics import digest_rows
 
-    seen: dict[int, tuple[Any, Any]] = {}
+    seen: dict[int, tuple[list[str], list[str]]] = {}
 
     def keep(site: int, operand: Any, z: Any) -> Any:
-        seen[site] = digest_rows(operand).cpu(), z.float().cpu().clone()
+        seen[site] = short(digest_rows(operand)), short(digest_rows(z))
         return z
 
     found, tokens = [], []
@@ -148,13 +155,9 @@ def eager(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, A
                 seen.clear()
                 token = int(engine.step(token).float().argmax())
                 tokens.append(token)
-                for row in range(next(iter(seen.values()))[0].shape[0]):
-                    sha = hashlib.sha256()
-                    for site in order:
-                        sha.update(seen[site][0][row].numpy().tobytes())
-                        sha.update(seen[site][1][row].contiguous().numpy().tobytes())
-                    found.append(sha.hexdigest()[:16])
-    return {"hashes": found, "tokens": tokens}
+                columns = [list(zip(*seen[site], strict=True)) for site in order]
+                found += list(zip(*columns, strict=True))
+    return {"rows": found, "tokens": tokens}
 
 
 def recompute(_llm: Any, _adapters: list[Any], command: dict[str, Any]) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class _Differences:
         self.inherited = moved.any(-1)
         self.variant = self._variants()
         self.latent = self.surviving = self.roots = 0
-        self._best: tuple[tuple[int, int, int, int], LiveDifference] | None = None
+        self._best: tuple[tuple[int, ...], LiveDifference] | None = None
         changed = (reference.rows[one] != candidate.rows[other]).any(0)
         for layer in range(layers):
             begin, end = self.layout.starts[layer] + 6, self.layout.starts[layer + 1]
@@ -313,11 +313,14 @@ class _Differences:
             self.surviving += int(kept.sum())
             own = kept & ~self.inherited[:, layer] & ~self.variant[:, layer]
             self.roots += int(own.sum())
-            for row in kept.nonzero().flatten().tolist():
-                order = (*self._order(row, layer), part)
-                if self._best is None or order < self._best[0]:
-                    found = self._difference(layer, part, site, row, survives[row, part], values)
-                    self._best = order, found
+            if not bool(kept.any()):
+                continue
+            # Later positions run in the same forward or a later one: the first row is the first of its site.
+            row = int(kept.nonzero()[0])
+            order = (*self._order(row, layer), part)
+            if self._best is None or order < self._best[0]:
+                found = self._difference(layer, part, site, row, survives[row, part], values)
+                self._best = order, found
 
     def _order(self, row: int, layer: int) -> tuple[int, int, int]:
         place = int(self.one[row])
@@ -329,13 +332,23 @@ class _Differences:
 
     def _missing_order(self, both: Tensor, last: int) -> tuple[int, int, int] | None:
         """Where in execution order the first missing record would be: before it nothing is missing."""
-        present = set(self.reference.positions[self.one].tolist())
-        absent = [position for position in range(last) if position not in present]
-        # A position that is missing as a whole has no forward either; a later position's comes after it.
-        if absent:
-            return (-1, 0, absent[0])
-        gaps = (~both).nonzero().tolist()
-        return min((self._order(row, layer) for row, layer in gaps), default=None)
+        forwards = self.reference.forwards[self.one]
+        positions = self.reference.positions[self.one]
+        found = []
+        is_absent = torch.ones(last, dtype=torch.bool)
+        is_absent[positions] = False
+        if bool(is_absent.any()):
+            first = int(is_absent.nonzero()[0])
+            later = forwards[positions > first]
+            # It ran no later than the next recorded position did.
+            found.append((int(later[0]) if later.numel() else 2**62, -1, first))
+        rows, layers = (~both).nonzero(as_tuple=True)
+        for number in forwards[rows].unique()[:1].tolist():
+            within = forwards[rows] == number
+            layer = int(layers[within].min())
+            first = int(positions[rows[within & (layers == layer)]].min())
+            found.append((int(number), layer, first))
+        return min(found, default=None)
 
     def _difference(
         self,

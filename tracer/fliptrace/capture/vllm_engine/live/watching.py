@@ -172,9 +172,8 @@ class LiveRecorder:
         self._too_large = 0
         self._next_row: int | None = None
         self._mirror: Tensor | None = None
-        self._recording: Recording | None = None
-        self._layers: tuple[AdaptedLayer | None, ...] = ()
-        self._unseen: tuple[str, ...] = ()
+        self._adapters: set[int] = set()
+        self._unseen: dict[str, None] = {}
 
     def _check(self) -> None:
         config = self.host.config
@@ -203,11 +202,7 @@ class LiveRecorder:
             )
 
     def _check_keys(self) -> None:
-        known = {
-            weights_key(module.lora_a_stacked)
-            for module in self._manager.modules.values()
-            if isinstance(getattr(module, "lora_a_stacked", None), (tuple, list))
-        }
+        known = {weights_key(module.lora_a_stacked) for _, module in self._modules()}
         if not set(self.writer.keys) <= known:
             raise InputError(
                 "fliptrace.prepare_watch() was called for another LLM of this process; it records the first that is "
@@ -319,7 +314,10 @@ class LiveRecorder:
             if new.req_id in self._requests:
                 self._requests[new.req_id].void.append("vLLM preempted and recomputed it")
                 continue
-            adapter = "" if new.lora_request is None else str(new.lora_request.lora_name)
+            lora = new.lora_request
+            adapter = "" if lora is None else str(lora.lora_name)
+            if lora is not None:
+                self._adapters.add(int(lora.lora_int_id))
             prompt = tuple(new.prompt_token_ids or ())
             self._requests[new.req_id] = _Request(len(self._requests), prompt, adapter)
         cached = scheduled.scheduled_cached_reqs
@@ -334,8 +332,9 @@ class LiveRecorder:
         runner = self.host.runner
         state = getattr(runner, "execute_model_state", None)
         batch = getattr(state, "input_batch", None)
-        if batch is not None and hasattr(batch, "num_tokens_after_padding"):
-            return list(batch.req_ids), int(batch.num_tokens_after_padding)
+        if batch is not None:
+            padded = getattr(batch, "num_tokens_after_padding", None)
+            return list(batch.req_ids), None if padded is None else int(padded)
         names = [name for name in runner.input_batch.req_ids if name is not None]
         return [name for name in names if scheduled.num_scheduled_tokens.get(name)], None
 
@@ -393,7 +392,7 @@ class LiveRecorder:
 
     def _sampled(self, output: Any) -> None:
         sampled = getattr(output, "sampled_token_ids", None)
-        if not sampled:
+        if sampled is None or not len(sampled):
             return
         for name, place in output.req_id_to_index.items():
             request = self._requests.get(name)
@@ -401,41 +400,39 @@ class LiveRecorder:
                 request.tokens.extend(int(token) for token in sampled[place])
 
     def _described(self) -> Recording:
-        """Name the layers, once an adapter is loaded."""
-        if self._recording is None:
-            found: dict[tuple[int, ...], AdaptedLayer] = {}
-            unseen: list[str] = []
-            for number in list(self._manager.list_adapters()):
-                layers, others = adapted_layers(self._manager, number)
-                found |= {layer.key: layer for layer in layers}
-                unseen += others
-            names = {
-                weights_key(module.lora_a_stacked): name
-                for name, module in self._manager.modules.items()
-                if isinstance(getattr(module, "lora_a_stacked", None), (tuple, list))
-            }
-            self._layers = tuple(found.get(key) for key in self.writer.keys)
-            self._unseen = tuple(dict.fromkeys(unseen))
-            self._recording = Recording(
-                self.ring.layout,
-                tuple(
-                    RecordedLayer(
-                        names[key],
-                        tuple((part.part, part.site) for part in layer.slices) if layer else (),
-                    )
-                    for key, layer in zip(self.writer.keys, self._layers, strict=True)
-                ),
-                self.writer.launches,
-            )
-        return self._recording
+        """Name the layers that the requests' adapters have weights for."""
+        found: dict[tuple[int, ...], AdaptedLayer] = {}
+        for number in sorted(self._adapters):
+            if self._manager.get_adapter(number) is None:  # evicted by a later one
+                continue
+            layers, unseen = adapted_layers(self._manager, number)
+            found |= {layer.key: layer for layer in layers}
+            self._unseen |= dict.fromkeys(unseen)
+        names = {weights_key(module.lora_a_stacked): name for name, module in self._modules()}
+        layers_in_order = []
+        for key in self.writer.keys:
+            layer = found.get(key)
+            parts = () if layer is None else tuple((p.part, p.site) for p in layer.slices)
+            layers_in_order.append(RecordedLayer(names[key], parts))
+        return Recording(self.ring.layout, tuple(layers_in_order), self.writer.launches)
+
+    def _modules(self) -> list[tuple[str, Any]]:
+        """LoRA layers of the engine that go through the shrink, by name."""
+        return [
+            (name, module)
+            for name, module in self._manager.modules.items()
+            if isinstance(getattr(module, "lora_a_stacked", None), (tuple, list))
+        ]
 
     def executions(self) -> tuple[Execution, ...]:
         """Return what was recorded of every request so far, in order of arrival."""
         self._settle()
-        return tuple(self._execution(name, request) for name, request in self._requests.items())
-
-    def _execution(self, name: str, request: _Request) -> Execution:
         recording = self._described()
+        return tuple(
+            self._execution(recording, name, request) for name, request in self._requests.items()
+        )
+
+    def _execution(self, recording: Recording, name: str, request: _Request) -> Execution:
         layout = recording.layout
         void = list(dict.fromkeys(request.void))
         if request.pieces:
@@ -472,8 +469,9 @@ class LiveRecorder:
 
     def coverage(self) -> tuple[str, ...]:
         """Say what was not observed; each in a sentence."""
+        executions = self.executions()
         said = [_OTHERS, *self._unseen]
-        for execution in self.executions():
+        for execution in executions:
             if execution.adapter and execution.missing():
                 said.append(
                     f"Request {execution.number}: {execution.missing()} of "
@@ -504,9 +502,8 @@ class LiveRecorder:
         slot = int(execution.rows[row, 2])
         module = next(
             module
-            for module in self._manager.modules.values()
-            if isinstance(getattr(module, "lora_a_stacked", None), (tuple, list))
-            and weights_key(module.lora_a_stacked) == self.writer.keys[layer]
+            for _, module in self._modules()
+            if weights_key(module.lora_a_stacked) == self.writer.keys[layer]
         )
         return [stacked[slot, 0].detach().clone().cpu() for stacked in module.lora_a_stacked]
 

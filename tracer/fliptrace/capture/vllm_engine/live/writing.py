@@ -20,7 +20,6 @@ from torch import Tensor
 from fliptrace.capture.vllm_engine.live.layout import LayerShape, RecordLayout, shape_of
 from fliptrace.capture.vllm_engine.live.ring import Ring
 from fliptrace.capture.vllm_engine.shrinks import own_launch, weights_key
-from fliptrace.errors import RecordingError
 from fliptrace_kernels import launch_configuration
 
 #: Larger forwards are not captured by vLLM, and are recorded layer by layer.
@@ -41,7 +40,7 @@ class ShrinkWriter:
         keys: addresses of the layers' weights, in execution order.
         launches: description of a launch by layer and rows.
         at_end: numbers of rows whose layers are recorded at the end of a captured forward.
-        captured: numbers of rows of every captured forward, and whether all layers were recorded at its end.
+        captured: numbers of rows of every captured forward, and whether its layers are recorded at its end.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class ShrinkWriter:
         self._tried: set[int] = set()
         self._spare: list[Tensor] = []
         self._unfilled: list[tuple[Tensor, list[tuple[int, int, int]]]] = []
+        self._in_graphs: list[Tensor] = []  # graphs read these tables, and do not own them
         self._capturing = self._deferring = self._trying = False
         self._held: list[tuple[int, Tensor, Any]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -89,6 +89,10 @@ class ShrinkWriter:
         if self.ring is None:
             if key not in self._shapes:
                 self._shapes[key] = shape_of(stacked)
+                return
+            if self._is_capturing():
+                # Too late to allocate; this graph does not record, which its rows will show.
+                self.captured.append((x.shape[0], False))
                 return
             self._allocate(x, z, mapping)
         number = self._numbers.get(key)
@@ -117,13 +121,9 @@ class ShrinkWriter:
             for number, x, z in places:
                 filled[number, 0], filled[number, 1] = x, z
             table.copy_(filled)
+            self._in_graphs.append(table)
 
     def _allocate(self, x: Tensor, z: Any, mapping: Tensor) -> None:
-        if self._is_capturing():
-            raise RecordingError(
-                "every LoRA layer must run once before a graph is captured, as vLLM's warm-up sees to; please report "
-                "this and pass enforce_eager=True"
-            )
         self._numbers = {key: number for number, key in enumerate(self._shapes)}
         layout = RecordLayout(tuple(self._shapes.values()), x.dtype)
         self.ring = Ring(layout, x.device, self.capacity, self.operand_bytes)
@@ -140,8 +140,9 @@ class ShrinkWriter:
             and rows <= _MOST_ROWS_AT_ONCE
             and rows not in self._tried
         )
-        if not self._capturing:
+        if not self._capturing and not self.is_watched:
             self.fill_tables()
+            self._refill()
 
     def _end(self, rows: int, mapping: Tensor) -> None:
         ring = self.ring
@@ -159,16 +160,17 @@ class ShrinkWriter:
             self._tried.add(rows)
             if self._kept_until_end():
                 self.at_end.add(rows)
-            self._refill(ring)
         self._held, self._copies = [], []
         self._capturing = self._deferring = self._trying = False
 
-    def _refill(self, ring: Ring) -> None:
+    def _refill(self) -> None:
+        """Keep tables ready, for all graphs of one size."""
+        if self.ring is None or not self._wants_end:
+            return
+        shape, device = (len(self._numbers), 2), self.ring.rows.device
         with torch.inference_mode(False):
             while len(self._spare) < _SPARE_TABLES:
-                self._spare.append(
-                    torch.zeros((len(self._numbers), 2), dtype=torch.int64, device=ring.rows.device)
-                )
+                self._spare.append(torch.zeros(shape, dtype=torch.int64, device=device))
 
     def _kept_until_end(self) -> bool:
         """Whether every layer's operand and shrinks still have their bits, in memory of their own."""

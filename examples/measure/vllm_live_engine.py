@@ -231,7 +231,7 @@ def hunt(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, An
                 continue
             found = ft.compare_executions(one, other)
             key = "flip" if found.flip is not None else "same tokens"
-            verdicts[f"{key}: {found.verdict or 'equal'}"] += 1
+            verdicts[f"{key}: {found.word}"] += 1
             if found.flip is None:
                 continue
             if len(flips) < command["flips"]:

@@ -18,8 +18,8 @@ from fliptrace.errors import InputError, StorageError
 from fliptrace.verdicts import Origin
 
 if TYPE_CHECKING:
-    from fliptrace.capture.vllm_engine.live.executions import LiveComparison
-    from fliptrace.capture.vllm_engine.live.watching import LiveRecorder
+    from fliptrace.capture.vllm_engine.live.comparison import LiveComparison
+    from fliptrace.capture.vllm_engine.live.recorder import LiveRecorder
 
 #: Operands of the root's neighbours in the batch are kept up to here; beyond, its row alone.
 _NEIGHBOUR_BYTES = 1_000_000
@@ -46,7 +46,7 @@ def export_root(recorder: LiveRecorder, comparison: LiveComparison, directory: P
     first = comparison.first
     if first is None or comparison.verdict is not Origin.ROOT:
         raise InputError(
-            f"a reproducer needs a root; this comparison's verdict is {comparison.verdict or 'equal'}: {comparison.why}"
+            f"a reproducer needs a root; this comparison's verdict is {comparison.word}: {comparison.why}"
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(

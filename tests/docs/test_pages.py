@@ -18,6 +18,8 @@ EXECUTED = [
     "how-to/trace-intervene.md",
     "how-to/figures.md",
     "how-to/trace-study.md",
+    "how-to/trace-study-batch.md",
+    "how-to/trace-study-latency.md",
     "how-to/trace-check.md",
     "how-to/vllm.md",
     "how-to/bench.md",

@@ -109,10 +109,12 @@ def first_dependent_modules(
             )
     modules = dict(model.named_modules())
     names = {entry["module"] for entry in found if entry["module"]}
-    ran = {
-        name: operations_of(modules[name], lambda: run([prompts[0]]))
-        for name in sorted(names & modules.keys())
-    }
+    ran: dict[str, list[str]] = {}
+    for name in sorted(names & modules.keys()):
+        try:
+            ran[name] = operations_of(modules[name], lambda: run([prompts[0]]))
+        except Exception as error:  # noqa: BLE001  (the module is known all the same)
+            ran[name] = [f"not seen: {error}"]
     for entry in found:
         name = entry["module"]
         entry["kind"] = type(modules[name]).__name__ if name in modules else name and "shrink"

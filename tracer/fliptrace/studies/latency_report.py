@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fliptrace.errors import InputError
+from fliptrace.pair.engines import VLLM_OWN
+from fliptrace.studies.batch import Arm
 from fliptrace.studies.engine_process import NO_ADAPTER
 from fliptrace.studies.engines import identity_of
 from fliptrace.studies.items import Row
@@ -32,8 +34,13 @@ _TIMES = (
     ("per output token, ms", "mean_tpot_ms"),
     ("output tokens/s", "output_throughput"),
 )
-#: Others that reductions are held against, where they ran.
-_AGAINST = ("vllm-own", "atomic:8", "unsplit")
+#: Others that reductions are held against, where they ran: vLLM's own, the paper's two, vLLM's batch-invariant mode.
+_AGAINST = (
+    Arm(VLLM_OWN, invariant=False),
+    Arm(identity_of("atomic:8"), invariant=False),
+    Arm(identity_of("unsplit"), invariant=False),
+    Arm(VLLM_OWN, invariant=True),
+)
 
 _STATISTICS = tuple(
     Column(f"{statistic}_{name}_ms", "float", f"{statistic} of {meaning}, ms")
@@ -152,9 +159,7 @@ def _lines(
 ) -> list[str]:
     if not groups:
         return ["Nothing has been timed yet."]
-    against = [
-        name for name in dict.fromkeys([baseline, *map(identity_of, _AGAINST)]) if name in arms
-    ]
+    against = [name for name in dict.fromkeys([baseline, *map(str, _AGAINST)]) if name in arms]
     lines: list[str] = []
     for rank in ranks:
         for batch in batches:

@@ -33,6 +33,8 @@ _MODULES = {
     "trace-check": "fliptrace.command_line.trace_check",
     "trace-intervene": "fliptrace_interventions.command_line.trace_intervene",
 }
+# Announced by the distribution, which a checkout is not.
+_ANNOUNCED = {("trace-study", "fragility"): "fliptrace_interventions.command_line.fragility"}
 
 
 @dataclass
@@ -77,10 +79,14 @@ def run_command(words):
         Path(target).write_text(printed.getvalue(), "utf-8")
         return code
     words = [_PLACES.get(word, word) for word in words]
-    if words[0] in _MODULES:
+    module = _ANNOUNCED.get(tuple(words[:2]))
+    if module is not None:
+        words = words[1:]
+    module = module or _MODULES.get(words[0])
+    if module is not None:
         import importlib
 
-        program = importlib.import_module(_MODULES[words[0]]).main
+        program = importlib.import_module(module).main
         before, sys.argv = sys.argv, list(words)
         try:
             program()

@@ -18,6 +18,7 @@ EXECUTED = [
     "how-to/trace-intervene.md",
     "how-to/figures.md",
     "how-to/trace-study.md",
+    "how-to/trace-study-fragility.md",
     "how-to/trace-study-batch.md",
     "how-to/trace-study-latency.md",
     "how-to/trace-check.md",
@@ -96,9 +97,11 @@ def module_help():
         application.command()(getattr(importlib.import_module(name), function))
         command = typer.main.get_command(application)
         found[function.replace("_", "-")] = {o for p in command.params for o in p.opts} | {"--help"}
-    from fliptrace.command_line.trace_study import COMMANDS
+    from fliptrace.command_line.trace_study import COMMANDS, registered
+    from fliptrace_interventions.command_line.fragility import fragility
 
-    for name, function in COMMANDS.items():
+    studies = {name: entry.load() for name, entry in registered().items()}
+    for name, function in {**COMMANDS, **studies, "fragility": fragility}.items():
         application = typer.Typer(add_completion=False)
         application.command()(function)
         command = typer.main.get_command(application)

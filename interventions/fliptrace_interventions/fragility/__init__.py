@@ -14,7 +14,11 @@ from fliptrace.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fliptrace_interventions.fragility.boundaries import boundary_distances
-    from fliptrace_interventions.fragility.estimation import PromptEstimate, estimate_rows
+    from fliptrace_interventions.fragility.estimation import (
+        PromptEstimate,
+        estimate_rows,
+        estimate_run,
+    )
     from fliptrace_interventions.fragility.gathering import collect, gathered
     from fliptrace_interventions.fragility.measuring import FragilityOptions, measure
     from fliptrace_interventions.fragility.reference import (
@@ -36,6 +40,7 @@ _HOMES = {
     "boundary_distances": "boundaries",
     "collect": "gathering",
     "estimate_rows": "estimation",
+    "estimate_run": "estimation",
     "forced_replays": "replays",
     "gathered": "gathering",
     "measure": "measuring",
@@ -54,6 +59,7 @@ __all__ = [
     "boundary_distances",
     "collect",
     "estimate_rows",
+    "estimate_run",
     "forced_replays",
     "gathered",
     "measure",

@@ -14,10 +14,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from fliptrace_interventions.fragility.reference import ReferenceRun
 
 Floats = NDArray[np.float64]
 
@@ -167,6 +170,22 @@ def estimate_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[PromptEstimat
             )
         )
     return found, prompts, steps
+
+
+def estimate_run(
+    run: ReferenceRun, measured: Mapping[str, Any], *, reduction: str = "", prompt: str = ""
+) -> PromptEstimate:
+    """Estimate one execution by itself, with the plain prior: nothing was fitted to other prompts.
+
+    Args:
+        run: the execution.
+        measured: what measure returned for it.
+        reduction: for the result.
+        prompt: its name, for the result.
+    """
+    row = {**measured, "token_ids": run.token_ids, "reduction": reduction, "prompt": prompt}
+    (found,), _, _ = estimate_rows([row])
+    return found
 
 
 def _step(

@@ -95,9 +95,9 @@ def test_it_compiles_for_gpus(direct, keeps_operands):
         "BLOCK_Z": 64,
         "LAYER_COLUMNS": LAYER_COLUMNS,
     }
-    types = {name: "*i64" for name in ("counter", "layers", "addresses")}
+    types = dict.fromkeys(("counter", "layers", "addresses"), "*i64")
     types |= {"ring": "*i32", "mapping": "*i32", "operands": "*i64" if keeps_operands else "*i32"}
-    types |= {name: "i64" if direct else "i32" for name in ("x_address", "z_address")}
+    types |= dict.fromkeys(("x_address", "z_address"), "i64" if direct else "i32")
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in record_kernel.arg_names

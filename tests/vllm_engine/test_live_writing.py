@@ -74,7 +74,9 @@ def test_captured_forwards_are_recorded(at_end):
     model.forward(16, 0)
     assert writer.ring is None
     first = 1
-    for seed, (rows, captured) in enumerate([(4, False), (4, True), (2, True), (16, False), (4, True)]):
+    for seed, (rows, captured) in enumerate(
+        [(4, False), (4, True), (2, True), (16, False), (4, True)]
+    ):
         capturing[0] = captured
         seen = model.forward(rows, seed)
         capturing[0] = False

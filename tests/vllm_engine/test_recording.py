@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
+import fliptrace as ft
 from fliptrace.capture.decoding import generate
 from fliptrace.capture.recorder import Recorder, RecorderOptions
 from fliptrace.capture.vllm_engine import slot_filling
@@ -12,6 +17,7 @@ from fliptrace.errors import RecordingError
 from fliptrace.manifest import Manifest
 from fliptrace.store import TraceReader, TraceWriter
 from fliptrace.trace import Closing
+from fliptrace_interventions.reproducer import export_reproducer
 
 
 class ByCalls:
@@ -164,3 +170,30 @@ def test_logits_of_recorded_and_unrecorded_runs_are_equal(engine, prompt, tmp_pa
     )
     assert execution.token_ids == tokens
     assert all(torch.isfinite(row.float()).all() for row in rows)
+
+
+def test_a_root_under_vllms_own_shrink_is_exported(engine, prompt, tmp_path):
+    """A planted root of a vllm-own pair becomes a folder; its script runs, and says who stands for vLLM's kernel."""
+    engine.set_reduction("vllm-own")
+    record(engine, prompt.ids, tmp_path / "reference.trace", steps=3)
+    planted = 4
+
+    def plant(site, operand, z):
+        if site != planted or operand.shape[0] != 1:
+            return z
+        changed = z.clone()
+        changed[0, 0] *= 1.5
+        return changed
+
+    with engine.intercepted(plant):
+        record(engine, prompt.ids, tmp_path / "candidate.trace", steps=3)
+    with ft.diff_traces(tmp_path / "reference.trace", tmp_path / "candidate.trace") as pair:
+        root = pair.diff.first_propagating
+        assert root.site.path == engine.sites[planted].path
+        script = export_reproducer(pair, engine, root, tmp_path / "case")
+    assert json.loads((tmp_path / "case" / "case.json").read_text())["reduction"] == "vllm-own"
+    finished = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 1, finished.stderr
+    assert "atomic:vllm stands for it" in finished.stdout

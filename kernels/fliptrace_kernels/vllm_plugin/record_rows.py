@@ -140,7 +140,6 @@ def record(
     x: Tensor | None = None,
     z: Tensor | None = None,
     addresses: Tensor | None = None,
-    launch: bool = True,
 ) -> None:
     """Record one layer from its tensors, or all layers from a table of their addresses.
 
@@ -156,10 +155,9 @@ def record(
         x: operands [rows, K], contiguous, K a multiple of 4, 16-bit.
         z: FP32 [slices, rows, rank], contiguous.
         addresses: int64 [layers, 2]: x and z of each layer; a layer whose x is 0 is left out.
-        launch: False compiles only, which a capture could not.
     """
     direct = layer is not None and x is not None and z is not None
-    grid = (rows if launch else 0, 1 if direct else layers.shape[0])
+    grid = (rows, 1 if direct else layers.shape[0])
     record_kernel[grid](
         ring,
         ring if operands is None else operands,

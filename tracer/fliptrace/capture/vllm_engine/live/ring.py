@@ -60,15 +60,16 @@ class Ring:
         return self.rows.nbytes + kept
 
     def prepare(self, mapping: Tensor, x: Tensor, z: Tensor) -> None:
-        """Compile what a capture must not compile."""
+        """Compile and load what a capture must not: launches that write only the next row, which is written again."""
         if not self.on_cuda:
             return
         from fliptrace_kernels.vllm_plugin.record_rows import record
 
+        nowhere = torch.zeros((len(self.layout.layers), 2), dtype=torch.int64, device=x.device)
         for operands in (self._operands_for(1), None):
             shared = (self.rows, operands, self.counter, self.table, mapping)
-            record(*shared, rows=1, tag=self.tag, layer=0, x=x, z=z, launch=False)
-            record(*shared, rows=1, tag=self.tag, addresses=self.table, launch=False)
+            record(*shared, rows=1, tag=self.tag, layer=0, x=x, z=z)
+            record(*shared, rows=1, tag=self.tag, addresses=nowhere)
 
     def record_layer(self, layer: int, x: Tensor, z: Any, mapping: Tensor) -> None:
         """Record one layer of a forward.

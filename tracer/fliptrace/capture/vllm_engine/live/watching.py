@@ -49,8 +49,8 @@ def prepare_watch(*, rows: int = 8192, operand_bytes: int = 2**30, at_end: bool 
     require_vllm()
     if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") not in ("0", ""):
         raise InputError(
-            f"VLLM_ENABLE_V1_MULTIPROCESSING is set to {os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}, which puts the "
-            "engine in another process, where its forwards cannot be told apart; unset it or set it to 0"
+            f"VLLM_ENABLE_V1_MULTIPROCESSING is set to {os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}, which puts "
+            "the engine in another process, where its forwards cannot be told apart; unset it or set it to 0"
         )
     from vllm.platforms import current_platform
 

@@ -22,6 +22,7 @@ from fliptrace.capture.engine import Engine
 from fliptrace.errors import InputError, StorageError
 from fliptrace.numerics import digest_rows
 from fliptrace.pair import Pair
+from fliptrace.pair.engines import VLLM_OWN
 from fliptrace.pair.pair import move_into_place, require_new
 from fliptrace.trace import Kind, Trace, dtype_name
 from fliptrace.verdicts import PairDiff, RowDifference
@@ -236,7 +237,7 @@ def _case(
         "step": row.step,
         "position": row.position,
         "rank_index": kept.rank_index,
-        "reduction": str(parse_reduction(str(manifests[0].get("reduction.identity")))),
+        "reduction": _reduction(str(manifests[0].get("reduction.identity"))),
         "dtype": dtype_name(operand.dtype),
         "rounded_to": first.rounded_dtype,
         "rows": operand.shape[0],
@@ -268,6 +269,11 @@ def _case(
             for name, manifest in zip(_NAMES, manifests, strict=True)
         },
     }
+
+
+def _reduction(identity: str) -> str:
+    """Return what the script runs: vLLM's own kernel has no specification here, so the script looks for vLLM."""
+    return identity if identity == VLLM_OWN else str(parse_reduction(identity))
 
 
 def _launch(trace: Trace, row: RowDifference) -> str:

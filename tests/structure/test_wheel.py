@@ -94,3 +94,12 @@ def test_commands_of_the_installed_distribution_load():
         "trace-check",
     }
     assert all(callable(script.load()) for script in scripts)
+
+
+def test_studies_of_the_installed_distribution_load():
+    """trace-study finds by its entry point what the tracer may not import."""
+    studies = importlib.metadata.distribution("fliptrace").entry_points.select(
+        group="fliptrace.studies"
+    )
+    assert {study.name for study in studies} == {"fragility"}
+    assert all(callable(study.load()) for study in studies)

@@ -8,6 +8,15 @@
 ``collect`` and ``all`` need torch, transformers and peft (or vLLM) alone; ``report`` also scipy, pyarrow and plotly. It
 takes the same options, by which it checks that every part was begun with them. A run that was killed, or stopped by
 --budget-minutes, goes on with the same command. Without --model the bundled model runs.
+
+What was run on an NVIDIA H200 host with 16 cores (PYTHONPATH holds tracer, interventions and kernels):
+
+    … all --processes 12 --device cpu --prompts 200 --observed 12 --budget-minutes 8 --out cpu
+    … all --processes 14 --device cuda --model SMOLLM2 --adapter ADAPTER --task gsm8k:test.jsonl --prompts 140 \
+        --observed 8 --max-new-tokens 64 --budget-minutes 8 --out transformers
+    … all --processes 5 --engine vllm --attention TRITON_ATTN --reduction vllm-own --model SMOLLM2 --adapter ADAPTER \
+        --vllm-arguments '{"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1000000000}' \
+        --task gsm8k:test.jsonl --prompts 60 --observed 8 --max-new-tokens 64 --budget-minutes 7 --out vllm
 """
 
 from __future__ import annotations

@@ -237,6 +237,11 @@ def _sentences(
         lines.append(
             f"- {name}: outputs depend on the batch in {across.prompts.hits:,} of {across.prompts.trials:,} prompts; "
             f"the first token that differs is at step {steps[0]} to {steps[-1]} (from 0)."
+            + (
+                " What changes between repetitions anyway is among it."
+                if fixed.changed.hits
+                else ""
+            )
         )
     return lines
 

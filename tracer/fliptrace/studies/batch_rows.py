@@ -80,9 +80,9 @@ def first_dependent_modules(
         run: continues prompts.
 
     Returns:
-        One entry per prompt that ran alone: ``request``, ``same_tokens``, ``calls`` (how many were compared), and
-        ``module``, ``kind`` (its class), ``step`` (0 is the prefill) and ``operations`` (operators that ran in it) of
-        the first that differs, None without one.
+        One entry per prompt that ran alone: ``request``, ``same_tokens``, ``calls`` (how many were compared), and of
+        the first that differs ``module``, ``kind`` (its class; ``shrink``, or its ``operand``), ``step`` (0 is the
+        prefill) and ``operations`` (operators that ran in it); these are None without one.
     """
     rows = Rows()
     with watched(model, rows):
@@ -117,7 +117,11 @@ def first_dependent_modules(
             ran[name] = [f"not seen: {error}"]
     for entry in found:
         name = entry["module"]
-        entry["kind"] = type(modules[name]).__name__ if name in modules else name and "shrink"
+        if name is not None:
+            of_shrink = name.rpartition(".")[
+                2
+            ]  # what is no module is a layer's shrink or its operand
+            entry["kind"] = type(modules[name]).__name__ if name in modules else of_shrink
         entry["operations"] = ran.get(name)
     return found
 

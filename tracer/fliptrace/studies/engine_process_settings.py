@@ -147,11 +147,14 @@ class EngineSettings:
             "mode": mode or self.mode,
             "batches": sorted(batches),
         }
+        # Workers on other GPUs have engines of the same names.
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        place = f"{name} gpu {devices}" if devices else name
         return EngineProcess(
             name,
-            self.folder / "logs" / f"{file_name(name)}.log",
+            self.folder / "logs" / f"{file_name(place)}.log",
             inside(self.python, settings),
-            environment(self.folder, name, label, python=self.python, **variables),
+            environment(self.folder, place, label, python=self.python, **variables),
         )
 
 

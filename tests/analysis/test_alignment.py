@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fliptrace.analysis import compare
+from fliptrace.analysis.evidence import woven_labels
 from fliptrace.errors import InputError, TraceMismatchError
 from fliptrace.trace import Kind, Trace
 from fliptrace.verdicts import Outcome
@@ -210,3 +211,14 @@ def test_another_execution_order_is_paired_by_key_and_named(kit):
     changed = kit.edited(other, 0, Kind.SHRINK, kit.Made().keys[5], kit.flipped_bit((3, 1)))
     found = compare(one, changed).first_difference
     assert (found.site.path, found.position, found.order) == (kit.Made().keys[5], 3, 5)
+
+
+def test_labels_of_two_engines_are_woven_in_execution_order():
+    """What one trace alone has stands before what it precedes, so that keys come before the attention they feed."""
+    split = ("q", "k", "v", "o", "gate", "up", "down")
+    fused = ("qkv[q]", "qkv[k]", "qkv[v]", "o", "gate_up[gate]", "gate_up[up]", "down", "head")
+    assert woven_labels(split, fused) == (
+        "q", "k", "v", "qkv[q]", "qkv[k]", "qkv[v]", "o", "gate", "up", "gate_up[gate]", "gate_up[up]", "down", "head",
+    )  # fmt: skip
+    assert woven_labels(split, split) == split
+    assert woven_labels((), fused) == fused

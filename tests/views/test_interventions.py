@@ -94,7 +94,7 @@ def test_the_section_answers_in_order(pairs, made):
     ]
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
-    assert "What was enough" in text[: text.index("<main>")]
+    assert "Was it proven?" in text[: text.index("<main>")]
 
 
 def test_a_pair_without_interventions_has_no_section(pairs):
@@ -103,7 +103,7 @@ def test_a_pair_without_interventions_has_no_section(pairs):
     text = page(pair, None)
     assert 'id="interventions"' not in text
     assert "takes an intervention" in text
-    assert "not tested: no intervention was run" in text[: text.index("<main>")]
+    assert "no: no intervention was run" in text[: text.index("<main>")]
     assert document(pair, None)["interventions"] is None
 
 
@@ -347,11 +347,11 @@ def test_the_gist_names_the_smallest_cause(made):
     smallest = made.minimal_set()
     several = dataclasses.replace(smallest, names=("a", "b", "c"))
     for expected, found in (
-        ("one FP32 value: layer 2 mlp.up_proj", story()),
+        ("one FP32 value, layer 2 mlp.up_proj", story()),
         ("layer 2 mlp.gate_proj, prefill", story(best_coordinate=None)),
         ("3 root rows together", story(best_coordinate=None, minimal_set=several)),
         ("nothing found within what was run", story(Judgement.NOT_SUFFICIENT)),
-        ("nothing can be said", story(Judgement.VOID)),
+        ("the experiment is void", story(Judgement.VOID)),
     ):
         assert gist(InterventionReport(found)).startswith(expected)
 

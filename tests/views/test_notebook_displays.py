@@ -98,20 +98,13 @@ def test_a_comparison_shows_what_was_found_and_what_was_not_covered(pairs, outco
     ("code", "shown"),
     [
         ("ft.open_trace(path / 'reference.trace')", "fliptrace-trace"),
-        (
-            "ft.compare(*(ft.open_trace(path / f'{n}.trace') for n in ('reference', 'candidate')))",
-            "fliptrace-diff",
-        ),
-        ("ft.load_pair(path)", "fliptrace-pair"),
-        ("ft.load_pair(path).divergence", "fliptrace-row"),
-        ("fi.CacheEdit(step=3)", "fliptrace-edit"),
-        ("fi.ShrinkEdit('model.layers.0.mlp.up_proj', 3)", "fliptrace-edit"),
+        ("ft.compare(*map(ft.open_trace, sorted(path.glob('*.trace'))))", "fliptrace-diff"),
     ],
 )
-def test_every_value_shows_itself_in_a_fresh_process(code, shown):
-    """Whatever was imported before: a display does not wait for another part of the package to be loaded."""
+def test_a_value_shows_itself_in_a_fresh_process(code, shown):
+    """A display does not wait for another part of the package to be imported."""
     program = (
-        "from pathlib import Path; import fliptrace as ft, fliptrace_interventions as fi;"
+        "from pathlib import Path; import fliptrace as ft;"
         f"path = Path({str(RECORDED)!r}); print(({code})._repr_html_())"
     )
     done = subprocess.run(

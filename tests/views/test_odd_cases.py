@@ -12,7 +12,7 @@ import torch
 
 from fliptrace.manifest import Manifest
 from fliptrace.numerics import CoordinateClass
-from fliptrace.verdicts import ONE_FILE, Fate, Origin, Outcome
+from fliptrace.verdicts import ONE_FILE, Fate, ForeignRoot, Origin, Outcome
 from fliptrace.views import (
     IndexRow,
     plain_summary,
@@ -110,9 +110,71 @@ def test_gaps_are_called_gaps(pairs):
     text = told(covering(pairs.make(Outcome.IDENTICAL), missing=gaps))
     assert f"Gap: {gaps[0]}\nGap: {gaps[1]}" in text
     assert "Recorded in one trace only" not in text
-    assert "1 more gap in the JSON report." in text
+    assert "1 more gap in the report." in text
     assert ".." not in text
     assert ".," not in text
+
+
+def test_the_page_lists_every_gap(pairs):
+    """Those that the story only counts are folded below it."""
+    gaps = tuple(f"shrink record {name} is in the reference only." for name in "abcdefghijkl")
+    pair = covering(pairs.make(Outcome.SURVIVING), missing=gaps)
+    page = render_report(pair.diff, pair.reference, pair.candidate, title="x")
+    assert "The other 7 gaps" in page
+    assert all(page.count(gap) == 1 for gap in gaps)
+    assert "13 things, listed below" in page
+
+
+def test_two_engines_are_not_called_two_reductions(pairs):
+    """With equal reductions nothing says that they differ; what came first is named as what it is."""
+    row = pairs.row(origin=Origin.CONFIGURATION_VARIANT)
+    foreign = ForeignRoot("cache.0", "cache", 0, 1, Origin.UNLOCATED, "Keys differ.")
+    engines = ("engine.name", "transformers", "vllm")
+    made = {"same_reduction": False, "first_variant": row, "first_surviving_variant": row}
+    pair = pairs.make(
+        Outcome.SURVIVING, **NO_ROOTS, **made, foreign_root=foreign, manifest_differences=(engines,)
+    )
+    text = told(pair)
+    assert "different engines (transformers and vllm)" in text
+    assert "different reductions" not in text
+    assert "keys or values of layer 0, prefill, token position 1" in text
+    assert "different reductions" in told(pairs.make(Outcome.SURVIVING, **NO_ROOTS, **made))
+
+
+def test_an_interrupted_recording_is_said_first(pairs):
+    """The headline says up to where is known; nothing is concluded from a search that did not end."""
+    pair = pairs.make(Outcome.SURVIVING)
+    source = pair.candidate.source
+    source.closing = dataclasses.replace(source.closing, complete=False, stop_reason="killed")
+    whole = pairs.make(Outcome.SURVIVING)
+    for one, attempt in ((pair, 1), (whole, 1)):
+        for trace, number in ((one.reference, 0), (one.candidate, attempt)):
+            sections = {**trace.manifest.sections, "recording": {"attempt": number}}
+            trace.source.manifest = Manifest(sections)
+    assert verdict(pair).endswith(
+        "The recording of the candidate is incomplete: what came after step 23 is not known."
+    )
+    assert "incomplete" not in verdict(whole)
+    assert "The same tokens in 2 runs" in told(whole)
+    assert "The same tokens in 2 runs" not in told(pair)
+    assert "incomplete" not in verdict(pairs.make(Outcome.TOKEN))
+
+
+def test_the_first_screen_says_whether_it_was_proven(pairs):
+    """Without a flip there is nothing to prove; a start from which nothing leads to the flip is not left alone."""
+
+    def facts(pair):
+        return render_report(pair.diff, pair.reference, pair.candidate, title="x").partition(
+            "<main>"
+        )[0]
+
+    assert "nothing to prove: no token flipped" in facts(pairs.make(Outcome.SURVIVING))
+    assert "no: no intervention was run" in facts(pairs.make(Outcome.TOKEN))
+    assert "no chain of differences" not in facts(pairs.make(Outcome.TOKEN))
+    cut = dataclasses.replace(pairs.make().diff.propagation, reaches_flip=False)
+    assert "; no chain of differences leads from there to the flip" in facts(
+        pairs.make(propagation=cut)
+    )
 
 
 def test_missing_records_are_no_differences_after_rounding(pairs):

@@ -198,7 +198,8 @@ def _sets(found: Investigation) -> Iterator[str]:
             continue
         yield (
             f"of {smallest.whole} {smallest.unit} in the {smallest.recipient}, shrinks between them "
-            f"{smallest.between}, {len(smallest.edits)} were left after {smallest.runs} runs"
+            f"{smallest.between}, {len(smallest.edits)} {'was' if len(smallest.edits) == 1 else 'were'} left after "
+            f"{smallest.runs} {'run' if smallest.runs == 1 else 'runs'}"
             + (
                 ": none of them can be left out (flips need not be monotone: it is neither the smallest set nor the "
                 "only one)"

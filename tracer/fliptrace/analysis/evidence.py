@@ -7,6 +7,7 @@ tokens are the step's last ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -221,7 +222,7 @@ class StepReader:
             alone = before or after
             return tuple(labels(alone.layout)) if alone else ()
         pair = self.pair(before, after)
-        return tuple(dict.fromkeys((*pair.reference_labels, *pair.candidate_labels)))
+        return woven_labels(pair.reference_labels, pair.candidate_labels)
 
     def _row_count(self, step: StepRecord, reference: Frames, candidate: Frames) -> int:
         counts = [len(step.token_ids), 1]
@@ -334,6 +335,23 @@ class StepReader:
         sites = tuple(torch.tensor([rows_of[one] for one in group.rows]) for group in pair.groups)
         self._sites[id(pair)] = pair, keys, sites
         return sites
+
+
+def woven_labels(reference: Sequence[str], candidate: Sequence[str]) -> tuple[str, ...]:
+    """Bring the labels of two traces into one order of execution: what one alone has comes before what it precedes."""
+    if reference == candidate:
+        return tuple(reference)
+    known, order = set(reference), list[str]()
+    waiting: dict[str | None, list[str]] = {}
+    held: list[str] = []
+    for label in candidate:
+        if label in known:
+            waiting[label], held = held, []
+        else:
+            held.append(label)
+    for label in reference:
+        order += [*waiting.get(label, ()), label]
+    return (*order, *held)
 
 
 def _blank(

@@ -127,16 +127,21 @@ class ForeignSearch:
             )
         if kind == CACHE:
             layer = evidence.cache.layers[number] if evidence.cache is not None else -1
+            complete = _has_writers(evidence, slots, number)
+            feeding = (
+                "every record that feeds it is equal"
+                if complete
+                else "no record that feeds it and that both traces hold differs"
+            )
             return ForeignRoot(
                 key=f"cache.{layer}",
                 kind="cache",
                 step=evidence.step,
                 position=position,
-                origin=Origin.ROOT if _has_writers(evidence, slots, number) else Origin.UNLOCATED,
+                origin=Origin.ROOT if complete else Origin.UNLOCATED,
                 explanation=(
-                    f"A key or value that layer {layer} wrote in {where}, differs although every record that feeds "
-                    f"it is equal; what lies between (key and value biases, normalisation, rotary embedding) was not "
-                    f"recorded. {_RUN_AGAIN}"
+                    f"A key or value that layer {layer} wrote in {where}, differs although {feeding}; what lies "
+                    f"between (key and value biases, normalisation, rotary embedding) was not recorded. {_RUN_AGAIN}"
                 ),
                 before_order=cache_place(slots.sites, layer),
             )

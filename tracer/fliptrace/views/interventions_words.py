@@ -45,7 +45,7 @@ def gist(report: InterventionReport) -> str:
     found = report.investigation
     if found is not None and found.judgement is Judgement.SUFFICIENT:
         if found.best_coordinate is not None and _proved(found.best_coordinate):
-            return f"one FP32 value: {visible(found.best_coordinate.name)}"
+            return f"one FP32 value, {visible(found.best_coordinate.name)}"
         if found.minimal_set is not None:
             names = found.minimal_set.names
             return visible(names[0]) if len(names) == 1 else f"{len(names)} root rows together"
@@ -55,7 +55,7 @@ def gist(report: InterventionReport) -> str:
 
 
 _NOTHING_FOUND = {
-    Judgement.VOID: "nothing can be said: the experiment is void",
+    Judgement.VOID: "the experiment is void, so that nothing can be said",
     Judgement.CHANGES: "nothing that gives the donor's token, but another token was reached",
     Judgement.NOT_SUFFICIENT: "nothing found within what was run",
     Judgement.NOT_APPLICABLE: "there was nothing to substitute",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fliptrace.sites import Site
 from fliptrace.verdicts import Fate, Origin, Outcome
 from fliptrace.views import wording
 from fliptrace.views.escaping import said, stopped
-from fliptrace.views.wording import TokenNames, count
+from fliptrace.views.wording import TokenNames, count, plain
 
 if TYPE_CHECKING:
     from fliptrace.verdicts import ForeignRoot, PairDiff, RowDifference
@@ -56,8 +57,25 @@ def started_elsewhere(diff: PairDiff) -> str:
     foreign = diff.foreign_root
     if foreign is None or not foreign.precedes(_lead(diff)):
         return ""
+    return f"{_place(foreign)}, {wording.step_name(foreign.step)}: not a shrink"
+
+
+def _place(foreign: ForeignRoot) -> str:
+    """Name what is no shrink: ``keys or values of layer 0``, ``input of layer 1 mlp.up_proj``, ``logits``."""
+    if foreign.kind == "cache":
+        layer = foreign.key.removeprefix("cache.")
+        return f"keys or values of layer {layer}" if layer.isdecimal() else "the cache"
+    if foreign.kind == "token":
+        return "the choice of the token"
+    name = said(Site.from_path(foreign.key).name)
+    if foreign.kind == "operand":
+        return f"input of {name}"
+    if foreign.kind == "projection":
+        return f"output of {name}"
     return (
-        f"{said(foreign.kind)} {said(foreign.key)}, {wording.step_name(foreign.step)}: not a shrink"
+        said(foreign.kind)
+        if foreign.kind == foreign.key
+        else f"{said(foreign.kind)} {said(foreign.key)}"
     )
 
 
@@ -69,10 +87,7 @@ def _foreign(foreign: ForeignRoot, subject: str) -> tuple[str, str]:
         else "was seen outside the shrinks, its origin is unlocated"
     )
     return (
-        (
-            f"{subject} {entered}: {said(foreign.kind)} {said(foreign.key)}, "
-            f"{wording.step_name(foreign.step)}{where}."
-        ),
+        (f"{subject} {entered}: {_place(foreign)}, {wording.step_name(foreign.step)}{where}."),
         stopped(foreign.explanation),
     )
 
@@ -80,10 +95,7 @@ def _foreign(foreign: ForeignRoot, subject: str) -> tuple[str, str]:
 def _shrink_root(diff: PairDiff, tokens: TokenNames, dtype: str) -> tuple[str, ...]:
     sentences: list[str] = []
     if not diff.same_reduction:
-        sentences.append(
-            "The two executions used different reductions, so there are no roots, only a first "
-            "configuration-variant."
-        )
+        sentences.append(_why_no_roots(diff))
         return (*sentences, *_variant_sentences(diff, tokens, dtype))
     if diff.first_propagating is not None:
         sentences += _row_sentences(
@@ -123,6 +135,24 @@ def _shrink_root(diff: PairDiff, tokens: TokenNames, dtype: str) -> tuple[str, .
             f"surviving coordinate."
         )
     return tuple(sentences)
+
+
+def _why_no_roots(diff: PairDiff) -> str:
+    """Say what the executions had different: two computations have no common operands to tell a root by."""
+    engines = [
+        f"{said(plain(before))} and {said(plain(after))}"
+        for key, before, after in diff.manifest_differences
+        if key == "engine.name"
+    ]
+    if engines:
+        return (
+            f"The two executions ran on different engines ({engines[0]}), which compute one model in different "
+            "ways, so there are no roots: every difference is structural or a configuration-variant."
+        )
+    return (
+        "The two executions used different reductions, so there are no roots, only a first "
+        "configuration-variant."
+    )
 
 
 def _variant_sentences(diff: PairDiff, tokens: TokenNames, dtype: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import plotly.offline
 from markupsafe import Markup
 
+from fliptrace.judgements import Judgement
 from fliptrace.numerics import CoordinateClass
 from fliptrace.verdicts import Origin, Outcome
 from fliptrace.views import heatmap, palette, templating, wording
@@ -31,7 +32,7 @@ from fliptrace.views.propagation import (
     propagation_figure,
     propagation_section,
 )
-from fliptrace.views.story import Passage, tell_story
+from fliptrace.views.story import GAPS_TOLD, Passage, tell_story
 from fliptrace.views.texts import pair_texts
 from fliptrace.views.wording import TokenNames, brief, exact
 
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 #: Rows of the root table; the rest is counted.
 ROOT_TABLE_ROWS = 200
+#: Gaps that the page lists; the rest is counted.
+GAPS_LISTED = 1000
 #: plotly bundles a map library that adds its own style unless an element with this id is there. A report has no maps.
 _STYLE_ID = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
 _LEAD = ("flip", "root", "interventions", "cache", "propagation", "statistics")
@@ -124,6 +127,8 @@ def render_report(
             facts=_facts(diff, tokens, interventions),
             lead=[_led(part) for part in story.passages if part.key in _LEAD],
             closing=[part for part in story.passages if part.key in _CLOSING],
+            more_gaps=[visible(gap) for gap in diff.coverage.missing[GAPS_TOLD:GAPS_LISTED]],
+            gaps_left_out=max(0, len(diff.coverage.missing) - GAPS_LISTED),
             identical=diff.outcome is Outcome.IDENTICAL,
             legend=[
                 {"label": label.label, "kind": label.name.lower(), "meaning": meaning}
@@ -193,7 +198,7 @@ def _facts(
     facts = [
         (
             "What flipped",
-            "no token"
+            _unflipped(diff)
             if flip is None
             else f"generated token {flip.step + 1} (step {flip.step}): "
             f"{_short_token(flip.reference_token)} → {_short_token(flip.candidate_token)}",
@@ -204,14 +209,14 @@ def _facts(
     if row is not None:
         variant = f": a {row.origin}, no root" if row.origin is not Origin.ROOT else ""
         shrink = f"{wording.row_place(row, tokens)}{variant}"
-    facts.append(("Where it started", started_elsewhere(diff) or shrink))
+    led = diff.propagation is None or diff.propagation.reaches_flip is not False
+    nowhere = "" if led else "; no chain of differences leads from there to the flip"
+    facts.append(("Where it started", (started_elsewhere(diff) or shrink) + nowhere))
     facts.append(("Keys and values", cache_gist(diff)))
     gaps = len(diff.coverage.not_observed) + len(diff.coverage.missing)
+    facts.append(("Was it proven?", _proven(diff, interventions)))
     if interventions is not None:
-        facts.append(("What was enough", interventions_gist(interventions)))
         gaps += len(interventions_gaps(interventions))
-    elif flip is not None:
-        facts.append(("What was enough", "not tested: no intervention was run"))
     facts.append(
         (
             "What was not covered",
@@ -219,6 +224,23 @@ def _facts(
         )
     )
     return facts
+
+
+def _unflipped(diff: PairDiff) -> str:
+    steps = diff.coverage.steps_compared
+    cut = steps < max(diff.generated)
+    return f"no token in the {wording.count(steps, 'compared step')}" if cut else "no token"
+
+
+def _proven(diff: PairDiff, interventions: InterventionReport | None) -> str:
+    """Say whether a substitution showed that something was enough to flip the token."""
+    if interventions is not None:
+        gist = interventions_gist(interventions)
+        enough = interventions.judgement is Judgement.SUFFICIENT
+        return f"yes, enough by itself: {gist}" if enough else f"no: {gist}"
+    if diff.flip is None:
+        return "nothing to prove: no token flipped"
+    return "no: no intervention was run"
 
 
 def _short_token(token: TokenLogit) -> str:

@@ -65,7 +65,7 @@ class Search:
 
 
 def search_of(diff: PairDiff, reference: Trace, candidate: Trace) -> Search | None:
-    """Read how the candidate was found; None where the manifests do not say that one search recorded both.
+    """Read how the candidate was found; None where no one search is known to have recorded both whole.
 
     Args:
         diff: what was found, for the manifest keys that differ.
@@ -73,6 +73,8 @@ def search_of(diff: PairDiff, reference: Trace, candidate: Trace) -> Search | No
         candidate: the same of the candidate.
     """
     attempt = _whole(candidate.manifest.get("recording.attempt"))
+    if not (reference.closing.complete and candidate.closing.complete):
+        return None
     if not attempt or _whole(reference.manifest.get("recording.attempt")) != 0:
         return None
     for key, _, _ in diff.manifest_differences:

@@ -7,6 +7,7 @@ entered is not yet why a token flipped.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from fliptrace.views.interventions import InterventionReport
 
 
-#: Gaps told one by one, before the rest is left to the JSON report.
-_GAPS_TOLD = 5
+#: How a comparison names the cache of a layer.
+_CACHE_KEY = re.compile(r"\bcache\.(\d+)\b")
+#: Gaps told one by one; the page lists the others folded, the JSON report holds them all.
+GAPS_TOLD = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def tell_story(
         ),
     )
     return Story(
-        verdict=_verdict(diff, search, dtype),
+        verdict=" ".join((_verdict(diff, search, dtype), *_cut_short(diff, reference, candidate))),
         passages=tuple(passage for passage in passages if passage.sentences),
     )
 
@@ -184,6 +187,19 @@ def _verdict(diff: PairDiff, search: Search | None, dtype: str) -> str:
         f"No difference found in {compared}{last}: {same}. The same tokens in {runs:,} runs are no proof "
         f"of determinism."
     )
+
+
+def _cut_short(diff: PairDiff, reference: Trace, candidate: Trace) -> tuple[str, ...]:
+    """Say up to where is known what an incomplete recording chose; nothing after a flip, which is known."""
+    if diff.outcome is Outcome.TOKEN:
+        return ()
+    traces = (("reference", reference), ("candidate", candidate))
+    names = [name for name, trace in traces if not trace.closing.complete]
+    if not names:
+        return ()
+    step = wording.step_name(diff.coverage.steps_compared - 1)
+    subject = f"The recording of the {names[0]} is" if len(names) == 1 else "Both recordings are"
+    return (f"{subject} incomplete: what came after {step} is not known.",)
 
 
 def _only_gaps(diff: PairDiff) -> bool:
@@ -260,7 +276,12 @@ def _propagation(diff: PairDiff) -> tuple[str, ...]:
     propagation = diff.propagation
     if propagation is None:
         return ()
-    sentences = [stopped(sentence.replace(" -> ", " → ")) for sentence in propagation.sentences]
+    told = diff.foreign_root.explanation if diff.foreign_root is not None else None
+    sentences = [
+        stopped(_CACHE_KEY.sub(r"keys or values of layer \1", sentence.replace(" -> ", " → ")))
+        for sentence in propagation.sentences
+        if sentence != told  # where it started
+    ]
     if diff.flip is not None and propagation.reaches_flip is not None:
         sentences.append(
             "A path of differing records leads from the root to the logits of the flip."
@@ -325,11 +346,9 @@ def _coverage(
     if compared:
         sentences.append(compared)
     sentences += [f"Not observed: {stopped(sentence)}" for sentence in coverage.not_observed]
-    sentences += [f"Gap: {stopped(sentence)}" for sentence in coverage.missing[:_GAPS_TOLD]]
-    if len(coverage.missing) > _GAPS_TOLD:
-        sentences.append(
-            f"{count(len(coverage.missing) - _GAPS_TOLD, 'more gap')} in the JSON report."
-        )
+    sentences += [f"Gap: {stopped(sentence)}" for sentence in coverage.missing[:GAPS_TOLD]]
+    if len(coverage.missing) > GAPS_TOLD:
+        sentences.append(f"{count(len(coverage.missing) - GAPS_TOLD, 'more gap')} in the report.")
     if interventions is not None:
         sentences += [f"Interventions: {sentence}" for sentence in gaps(interventions)]
     if coverage.observer_control:

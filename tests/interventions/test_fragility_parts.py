@@ -140,6 +140,33 @@ def test_survival_counts_what_rounds_otherwise(run, llama):
     assert weight == pytest.approx(1 - math.prod(1 - each.rate for each in found))
 
 
+def test_as_many_executions_stay_equal_as_single_replays_say(llama, tiny):
+    """Shrinks alone, under recorded operands, give the chance that a whole execution crosses no boundary."""
+    for prompt in range(
+        40
+    ):  # bits depend on the processor; some prompt has a coordinate at a boundary
+        made = observe_reference(
+            llama, tiny.prompt_ids(10, seed=prompt), reduction=ATOMIC, seed=7, max_new_tokens=2
+        )
+        few = replay_shrinks(llama, made.calls, reduction=ATOMIC, seed=300, executions=50)
+        if 0.3 < surviving_weight(few) < 0.8:
+            break
+    found = replay_shrinks(llama, made.calls, reduction=ATOMIC, seed=400, executions=1_000)
+    expected = 1 - surviving_weight(found)
+    rounded = [integer_view(round_to(call.output, llama.dtype)) for call in made.calls]
+    equal, runs = 0, 150
+    for seed in range(1_000, 1_000 + runs):
+        other = observe_reference(
+            llama, made.prompt_ids, reduction=ATOMIC, seed=seed, max_new_tokens=2
+        )
+        equal += all(
+            torch.equal(integer_view(round_to(call.output, llama.dtype)), own)
+            for call, own in zip(other.calls, rounded, strict=True)
+        )
+    assert 0.1 < expected < 0.9
+    assert abs(equal / runs - expected) < 4 * math.sqrt(expected * (1 - expected) / runs)
+
+
 def survival_of(rates):
     """Made-up survivals with given rates out of 100."""
     return [

@@ -12,7 +12,8 @@ every shrink to Python: hashes of each row's operand digests and FP32 bits.
 ``recompute``: 16 concurrent requests; the reduction run again, eagerly and alone, on the operands in the ring.
 ``tokens``: 100 prompts with and without the recorder under `deterministic:8`.
 ``live``: 16 concurrent requests under vLLM's own shrink and CUDA graphs, repeated until tokens change; roots named,
-reproducers exported to OUT and replayed.
+reproducers exported to OUT and replayed. Once with whole prefills, whose rows are the first to differ, and once with
+prompts of which vLLM's prefix cache has all but one token, so that roots lie in replayed graphs.
 ``overhead``: generations of engines with and without the recorder in turn, ratios per round; batch 1 and 16.
 
 Decoding is captured in CUDA graphs and nothing is compiled, as in vllm_shrink.py; --compiled adds an engine as vLLM has
@@ -60,6 +61,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
     "plain": ("vllm", None, {}),
     "recording": ("vllm", {}, {}),
     "by-layer": ("vllm", {"at_end": False}, {}),
+    "caching": ("vllm", {}, {"enable_prefix_caching": True}),
     "repeatable": (REPEATABLE, {}, WHOLE),
     "repeatable-plain": (REPEATABLE, None, WHOLE),
     "repeatable-eager": (
@@ -139,7 +141,7 @@ def start(options: argparse.Namespace) -> dict[str, Engine]:
         "rows": ("repeatable", "repeatable-eager"),
         "recompute": ("repeatable",),
         "tokens": ("repeatable", "repeatable-plain"),
-        "live": ("recording",),
+        "live": ("recording", "caching"),
         "overhead": ("plain", "recording", "by-layer"),
     }
     names = [name for name in ENGINES if any(name in wanted[part] for part in options.parts)]
@@ -194,13 +196,19 @@ def run(options: argparse.Namespace, engines: dict[str, Engine], results: Result
     lines = options.prompts.read_text("utf-8").splitlines()
     texts = [json.loads(line)["question"] for line in lines if line.strip()]
     any_engine = next(iter(running.values()))
-    prompts = any_engine.ask("chat", texts=texts[: max(options.requests, 16)])["prompts"]
-    prompts = [ids for ids in prompts if len(ids) + options.tokens < options.max_model_len]
+    every = any_engine.ask("chat", texts=texts)["prompts"]
+    every = [ids for ids in every if len(ids) + options.tokens < options.max_model_len]
+    prompts = every[: max(options.requests, 16)]
+    # With all but the last token in cached blocks of 16, every row is computed by a graph of a decode step.
+    block = 16 if torch.cuda.is_available() else 128
+    nearly_cached = [ids for ids in every if len(ids) % block == 1][:16]
     parts: dict[str, Callable[[], None]] = {
         "rows": lambda: check_rows(running, prompts, results),
         "recompute": lambda: check_recomputed(running, prompts, results),
         "tokens": lambda: check_tokens(options, running, prompts, results),
-        "live": lambda: catch(options, running, prompts, results),
+        "live": lambda: catch(
+            options, running, {"recording": prompts, "caching": nearly_cached}, results
+        ),
         "overhead": lambda: time_overhead(options, running, prompts, results),
     }
     for part in PARTS:
@@ -321,29 +329,46 @@ def check_tokens(
 def catch(
     options: argparse.Namespace,
     engines: dict[str, Engine],
-    prompts: list[list[int]],
+    prompts: dict[str, list[list[int]]],
     results: Results,
 ) -> None:
     """Repeat 16 concurrent requests until tokens change, name the roots, replay their launches alone."""
-    for name in ("recording",):
-        seconds = min(120.0, max(10.0, left(options) / 3))
-        found = engines[name].ask(
-            "hunt",
-            seconds + 120,
-            limit=seconds,
-            out=str(options.out / name),
-            repeats=options.repeats,
-            flips=options.flips,
-            exports=3,
-            **command(prompts[:16], options.tokens),
+    for name, asked in prompts.items():
+        results.attempt(
+            f"live, {name}", lambda n=name, a=asked: hunt(options, engines[n], n, a, results)
         )
-        flips = found.pop("flips")
-        for flip in flips:
-            results.add("flip", None, name=name, **flip)
-        roots = sum(count for key, count in found["verdicts"].items() if key == "flip: root")
-        results.add("live", roots > 0 if torch.cuda.is_available() else None, name=name, **found)
-        for script in found["exported"]:
-            replay(Path(script), results, max(30.0, min(120.0, left(options))))
+
+
+def hunt(
+    options: argparse.Namespace,
+    engine: Engine,
+    name: str,
+    prompts: list[list[int]],
+    results: Results,
+) -> None:
+    """Do so on one engine."""
+    if not prompts:
+        results.add("live", None, name=name, error="no prompt has as many tokens as it takes")
+        return
+    seconds = min(100.0, max(10.0, left(options) / 4))
+    found = engine.ask(
+        "hunt",
+        seconds + 120,
+        limit=seconds,
+        out=str(options.out / name),
+        repeats=options.repeats,
+        flips=options.flips,
+        exports=3,
+        warm=1,
+        **command(prompts[:16], options.tokens),
+    )
+    for flip in found.pop("flips"):
+        results.add("flip", None, name=name, **flip)
+    roots = found["verdicts"].get("flip: root", 0)
+    ok = roots > 0 if torch.cuda.is_available() else None
+    results.add("live", ok, name=name, requests=len(prompts[:16]), **found)
+    for script in found["exported"]:
+        replay(Path(script), results, max(30.0, min(120.0, left(options))))
 
 
 def replay(script: Path, results: Results, seconds: float) -> None:

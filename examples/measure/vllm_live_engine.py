@@ -216,6 +216,8 @@ def hunt(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, An
 
     command = command | {"watch": True}
     end = time.monotonic() + command["limit"]
+    for _ in range(command.get("warm", 0)):  # fills vLLM's prefix cache
+        inside.generate(llm, adapters, command)
     generate(llm, adapters, command | {"name": "reference"})
     reference = RECORDED["reference"]
     verdicts: Counter[str] = Counter()
@@ -238,6 +240,9 @@ def hunt(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, An
                 flips.append({"repeat": repeats, **found.describe()})
             if found.first is not None:
                 steps.append(found.flip - found.first.step)
+            if str(found.verdict) == "root":
+                decoding = found.first is not None and found.first.step > 0
+                verdicts[f"root in {'decoding' if decoding else 'a prefill'}"] += 1
             if str(found.verdict) == "root" and len(exported) < command["exports"]:
                 folder = Path(command["out"]) / f"reproducer-{len(exported) + 1}"
                 exported.append(str(recorder.export_reproducer(found, folder)))

@@ -317,6 +317,35 @@ def test_chunks_of_a_prompt_are_put_together(bundled, lora):
     assert len(executions[0].forwards[: len(prompts[0])].unique()) > 1
 
 
+def test_a_cached_prefix_is_not_expected(bundled, lora):
+    """Prompts of 65 tokens whose first 64 are cached: said, and the rest is compared and has its root."""
+    ft.prepare_watch(rows=512)
+    llm = make_llm(bundled, enable_prefix_caching=True, block_size=32)
+    prompts = [[5 + number] + [6, 7] * 32 for number in range(3)]
+    asked = {"prompts": prompts, "lengths": [5] * 3}
+    recorder, first, _ = record(llm, lora, **asked)
+    second = record(llm, lora, **asked)[1]
+
+    def change(_x, z):
+        z[3] += 0.5
+
+    with planted(recorder, layer=4, call=2, row=1, change=change):
+        recorder, third, _ = record(llm, lora, **asked)
+    assert [execution.cached for execution in (*first, *second)] == [0] * 3 + [64] * 3
+    assert [execution.missing() for execution in (*first, *second)] == [0] * 6
+    for one, other in zip(first, second, strict=True):
+        found = ft.compare_executions(one, other)
+        assert (found.compared, found.missing) == (5, 0)
+    words = [
+        ft.compare_executions(one, other).word for one, other in zip(second, third, strict=True)
+    ]
+    assert words == ["equal", "root", "equal"]
+    assert (
+        "Request 0: positions 0 to 63 came from the prefix cache and were not computed."
+        in recorder.coverage()
+    )
+
+
 def test_what_cannot_be_watched_is_refused(bundled):
     """No tap, or a tap that was set for another LLM; a ring of nothing."""
     from fliptrace.capture.vllm_engine.live import forget_watch

@@ -140,6 +140,9 @@ def first_flip(reference: Sequence[int], candidate: Sequence[int]) -> int | None
 def compare_executions(reference: Execution, candidate: Execution) -> LiveComparison:
     """Compare two executions of one prompt up to the forward that yields the first differing token.
 
+    Positions that one of them took from vLLM's prefix cache are not compared. Had the cache held other values for the
+    two, the first operand computed from it would differ, and be unlocated.
+
     Raises:
         TraceMismatchError: other prompts, or engines of other shape.
     """
@@ -178,12 +181,13 @@ class _Differences:
     def __init__(self, reference: Execution, candidate: Execution, last: int) -> None:
         self.reference, self.candidate = reference, candidate
         self.layout = reference.recording.layout
-        one, other = _aligned(reference.positions, candidate.positions, last)
+        self.start = max(reference.cached, candidate.cached)
+        one, other = _aligned(reference.positions, candidate.positions, self.start, last)
         self.one, self.other = one, other
         self.compared = int(one.numel())
         layers = len(self.layout.layers)
         both = reference.observed[one] & candidate.observed[other]
-        self.missing = last * layers - int(both.sum())
+        self.missing = max(0, last - self.start) * layers - int(both.sum())
         self._first_missing = self._missing_order(both, last)
         moved = reference.operand_digests()[one] != candidate.operand_digests()[other]
         self.inherited = moved.any(-1)
@@ -254,6 +258,7 @@ class _Differences:
         positions = self.reference.positions[self.one]
         found = []
         is_absent = torch.ones(last, dtype=torch.bool)
+        is_absent[: self.start] = False  # from vLLM's prefix cache
         is_absent[positions] = False
         if bool(is_absent.any()):
             first = int(is_absent.nonzero()[0])
@@ -354,13 +359,13 @@ class _Differences:
         )
 
 
-def _aligned(one: Tensor, other: Tensor, last: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of positions below ``last`` that both executions have."""
+def _aligned(one: Tensor, other: Tensor, start: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of positions from ``start`` to below ``last`` that both executions have."""
     places = {position: row for row, position in enumerate(other.tolist())}
     pairs = [
         (row, places[position])
         for row, position in enumerate(one.tolist())
-        if position < last and position in places
+        if start <= position < last and position in places
     ]
     if not pairs:
         empty = torch.empty(0, dtype=torch.int64)

@@ -49,6 +49,7 @@ class Execution:
         prompt_ids: its prompt.
         token_ids: what was generated.
         adapter: name of its adapter, empty for none.
+        cached: positions of its beginning that vLLM took from its prefix cache and did not compute.
         positions: int64 [N], ascending: the token positions that were recorded.
         forwards: int64 [N]: numbers of the forwards that ran them.
         places: int64 [N]: their rows in those forwards.
@@ -63,6 +64,7 @@ class Execution:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     adapter: str
+    cached: int
     positions: Tensor
     forwards: Tensor
     places: Tensor
@@ -76,8 +78,8 @@ class Execution:
 
     @property
     def expected(self) -> int:
-        """How many positions were computed: every token but the last generated one."""
-        return max(0, len(self.prompt_ids) + len(self.token_ids) - 1)
+        """How many positions were computed: every token but the cached ones and the last generated one."""
+        return max(0, len(self.prompt_ids) + len(self.token_ids) - 1 - self.cached)
 
     def missing(self) -> int:
         """Count records (one per position and layer) that should be there and are not."""

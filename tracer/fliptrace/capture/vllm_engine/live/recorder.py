@@ -56,6 +56,7 @@ class _Request:
     number: int
     prompt_ids: tuple[int, ...]
     adapter: str
+    cached: int
     tokens: list[int] = field(default_factory=list)
     pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
@@ -232,7 +233,9 @@ class LiveRecorder:
             if lora is not None:
                 self._adapters.add(int(lora.lora_int_id))
             prompt = tuple(new.prompt_token_ids or ())
-            self._requests[new.req_id] = _Request(len(self._requests), prompt, adapter)
+            self._requests[new.req_id] = _Request(
+                len(self._requests), prompt, adapter, int(new.num_computed_tokens)
+            )
         cached = scheduled.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, map(int, cached.num_computed_tokens), strict=True))
         for name in getattr(cached, "resumed_req_ids", None) or ():
@@ -372,6 +375,7 @@ class LiveRecorder:
             prompt_ids=request.prompt_ids,
             token_ids=tuple(request.tokens),
             adapter=request.adapter,
+            cached=request.cached,
             positions=parts[0],
             forwards=parts[1],
             places=parts[2],
@@ -389,6 +393,11 @@ class LiveRecorder:
                 said.append(
                     f"Request {execution.number}: {execution.missing()} of "
                     f"{execution.expected * len(execution.recording.layers)} records are missing."
+                )
+            if execution.cached:
+                said.append(
+                    f"Request {execution.number}: positions 0 to {execution.cached - 1} came from the prefix cache and "
+                    "were not computed."
                 )
             said += [f"Request {execution.number} is void: {why}." for why in execution.void]
         if self._without_adapter:

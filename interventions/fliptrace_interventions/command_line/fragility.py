@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fliptrace.command_line.options import (
+    PROMPT,
     DebugOption,
     DtypeName,
     EngineName,
@@ -62,6 +63,15 @@ def fragility(
     prompts: PromptsOption = None,
     prompt_seed: PromptSeedOption = 0,
     no_chat_template: NoTemplateOption = False,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A recorded execution, to be estimated under its own reduction in place of prompts. Repeat the option "
+            "for several.",
+            metavar="FILE",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
     reduction: ReductionsOption = None,
     replays: Annotated[
         int,
@@ -149,6 +159,7 @@ def fragility(
         observed=observed,
         max_new_tokens=max_new_tokens,
         seed=seed,
+        traces=tuple(map(str, trace or ())),
         shard=_shard(shard),
     )
     return run_and_show(

@@ -92,7 +92,8 @@ def fragility_report(study: FragilityStudy, rows: Sequence[Row]) -> Report:
     prompt_rows: list[dict[str, Any]] = []
     step_rows: list[dict[str, Any]] = []
     figure = None
-    for name in dict.fromkeys(map(identity_of, study.reductions)):
+    wanted = [] if study.traces else list(map(identity_of, study.reductions))
+    for name in dict.fromkeys([*wanted, *(row["reduction"] for row in rows)]):
         own = [row for row in rows if row["reduction"] == name]
         measured = [row for row in own if row["repetition"] is None]
         if not measured:
@@ -111,7 +112,7 @@ def fragility_report(study: FragilityStudy, rows: Sequence[Row]) -> Report:
         if figure is None:
             figure = _figure(name, measured, observed)
     return Report(
-        title=f"Fragility: {study.task.partition(':')[0]}",
+        title=f"Fragility: {'recorded executions' if study.traces else study.task.partition(':')[0]}",
         lines=lines or ["No prompt has been estimated yet."],
         summary={"study": study.name, "reductions": summary},
         tables=(
@@ -181,7 +182,6 @@ def _calibration(observed: Sequence[Observed]) -> dict[str, Any]:
         each.estimate.weight * (each.estimate.flipped + 0.5) / (each.estimate.replays + 1)
         for each in observed
     ]
-    others = rate_of_others(observed)
     total = sum(len(each.divergences) for each in observed)
     changes = [float(each.changed) for each in observed]
     sizes = [float(len(each.divergences)) for each in observed]
@@ -195,11 +195,12 @@ def _calibration(observed: Sequence[Observed]) -> dict[str, Any]:
         "scores": {
             "estimate": _both(observed, predictions),
             "replays counted, no margins": _both(observed, counted),
-            "share of all other prompts": _both(observed, others),
         },
         "prompt_bins": [_bin(each) for each in prompt_reliability(observed)],
         "step_bins": [_bin(each) for each in step_reliability(observed)],
     }
+    if len(observed) > 1:
+        found["scores"]["share of all other prompts"] = _both(observed, rate_of_others(observed))
     if min(len(each.divergences) for each in observed) > 1:
         frequencies, rest = halves(observed)
         found["second_half"] = {

@@ -7,11 +7,16 @@ their own within a prompt's thousand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fliptrace.capture.sources import sha256_of
 from fliptrace.errors import InputError
+from fliptrace.pair.prompts import Prompt
+from fliptrace.pair.recording import set_reduction
+from fliptrace.store import open_trace
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
@@ -31,7 +36,8 @@ from fliptrace_interventions.fragility.measuring import (
     FragilityOptions,
     measure,
 )
-from fliptrace_interventions.fragility.reference import observe_reference
+from fliptrace_interventions.fragility.reference import observe_reference, reference_of_trace
+from fliptrace_interventions.recorded import RecordedExecution
 
 if TYPE_CHECKING:
     from fliptrace.studies.study import Report
@@ -52,6 +58,7 @@ class FragilityStudy:
         observed: free repetitions per prompt to hold the estimate against; raise it later to add to what there is.
         max_new_tokens: per generation.
         seed: where schedule seeds begin, on a CPU.
+        traces: paths of recorded executions, to be estimated in place of prompts; each under its own reduction.
         shard: (k, n): only every n-th prompt from the k-th (1-based) on, for one of n processes; (1, 1) for all.
     """
 
@@ -63,6 +70,7 @@ class FragilityStudy:
     observed: int = 0
     max_new_tokens: int = 64
     seed: int = 0
+    traces: tuple[str, ...] = ()
     shard: tuple[int, int] = (1, 1)
 
     @property
@@ -90,21 +98,36 @@ class FragilityStudy:
         """
         self._check()
         part, parts = self.shard
-        questions = read_questions(self.task, self.selection)[part - 1 :: parts]
         items = []
-        for question in questions:
-            for reduction in map(identity_of, self.reductions):
-                what = {"question": question.arguments(), "reduction": reduction}
-                name = f"{question.source} | {reduction}"
-                items.append(Item(f"{name} | {ESTIMATE}", {**what, "part": ESTIMATE}))
-                items += [
-                    Item(
-                        f"{name} | {OBSERVED} {number}",
-                        {**what, "part": OBSERVED, "repetition": number},
-                    )
-                    for number in range(1, self.observed + 1)
-                ]
+        for name, what in [*self._subjects()][part - 1 :: parts]:
+            items.append(Item(f"{name} | {ESTIMATE}", {**what, "part": ESTIMATE}))
+            items += [
+                Item(
+                    f"{name} | {OBSERVED} {number}",
+                    {**what, "part": OBSERVED, "repetition": number},
+                )
+                for number in range(1, self.observed + 1)
+            ]
         return items
+
+    def _subjects(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield what is estimated, prompt by prompt: a name and an item's arguments."""
+        if self.traces:
+            for path in self.traces:
+                with open_trace(path) as trace:
+                    reduction = str(trace.manifest.get("reduction.identity"))
+                self._check_reduction(reduction)
+                digest = sha256_of([Path(path)])
+                yield (
+                    f"{path} | {reduction}",
+                    {"trace": path, "sha256": digest, "reduction": reduction},
+                )
+            return
+        names = [identity_of(name) for name in self.reductions]
+        for question in read_questions(self.task, self.selection):
+            for reduction in names:
+                what = {"question": question.arguments(), "reduction": reduction}
+                yield f"{question.source} | {reduction}", what
 
     def _check(self) -> None:
         self.options.check()
@@ -120,11 +143,15 @@ class FragilityStudy:
         if not 1 <= part <= parts:
             raise InputError(f"a shard is K/N with 1 <= K <= N; got {part}/{parts}")
         for reduction in self.reductions:
-            if is_repeatable(identity_of(reduction)):
-                raise InputError(
-                    f"{reduction} sums in one order by construction, so it has no flips to estimate; name one that "
-                    "does not, such as atomic:8"
-                )
+            self._check_reduction(identity_of(reduction))
+
+    @staticmethod
+    def _check_reduction(reduction: str) -> None:
+        if is_repeatable(reduction):
+            raise InputError(
+                f"{reduction} sums in one order by construction, so it has no flips to estimate; name one that does "
+                "not, such as atomic:8"
+            )
 
     def open(self) -> FragilityWorker:
         """Load the model."""
@@ -152,16 +179,29 @@ class FragilityWorker:
 
     def run(self, item: Item) -> dict[str, Any]:
         """Run one item."""
-        question, study = item.arguments["question"], self._study
-        reduction: str = item.arguments["reduction"]
+        if "trace" in item.arguments:
+            with open_trace(item.arguments["trace"]) as trace:
+                recorded = RecordedExecution(trace, self._engine)
+                ids = recorded.prompt_ids
+                prompt = Prompt(ids, "", False, item.arguments["trace"])
+                # Another thousand than the recorded schedule's, which must not be drawn again.
+                number = int(trace.manifest.get("reduction.seed") or 0) // SEEDS_PER_PROMPT + 1
+                return self._row(item, prompt, number, recorded)
+        question = item.arguments["question"]
         prompt = encode(
             self._engine,
             question["text"],
             question["source"],
-            chat_template=study.model.chat_template,
+            chat_template=self._study.model.chat_template,
         )
-        seed = study.seed + SEEDS_PER_PROMPT * question["number"]
+        return self._row(item, prompt, question["number"], None)
+
+    def _row(
+        self, item: Item, prompt: Prompt, number: int, recorded: RecordedExecution | None
+    ) -> dict[str, Any]:
+        study, reduction = self._study, str(item.arguments["reduction"])
         repetition = item.arguments.get("repetition")
+        seed = study.seed + SEEDS_PER_PROMPT * number
         if repetition is not None:
             seed += OBSERVED_SEED + repetition
             made = generate_once(
@@ -169,42 +209,52 @@ class FragilityWorker:
                 prompt,
                 reduction=reduction,
                 seed=seed,
-                max_new_tokens=study.max_new_tokens,
+                max_new_tokens=study.max_new_tokens
+                if recorded is None
+                else int(recorded.trace.manifest.get("decoding.max_new_tokens") or recorded.steps),
             )
             values: dict[str, Any] = {
                 "token_ids": list(made.token_ids),
                 "stop_reason": made.stop_reason,
             }
         else:
-            values = self._estimate(prompt.ids, reduction, seed)
+            values = self._estimate(prompt.ids, reduction, seed, recorded)
+        # Replays ran with schedules of their own; the row names this one.
+        set_reduction(self._engine, reduction, seed)
         return {
             "part": item.arguments["part"],
             **reduction_of(self._engine),
             "seed": seed if simulates(self._engine, reduction) else None,
-            "prompt": question["source"],
-            "number": question["number"],
+            "prompt": prompt.source,
+            "number": number,
             "repetition": repetition,
             "prompt_ids_sha256": ids_sha256(prompt.ids),
             "prompt_tokens": len(prompt.ids),
             **values,
         }
 
-    def _estimate(self, prompt_ids: Sequence[int], reduction: str, seed: int) -> dict[str, Any]:
+    def _estimate(
+        self,
+        prompt_ids: Sequence[int],
+        reduction: str,
+        seed: int,
+        recorded: RecordedExecution | None,
+    ) -> dict[str, Any]:
         options = self._study.options
         if self._vllm:
             # A fused projection's slices are sites of one launch, which no single site can be replayed by.
             options = FragilityOptions(options.replays, 0, options.reach)
-        run = observe_reference(
-            self._engine,
-            prompt_ids,
-            reduction=reduction,
-            seed=seed,
-            max_new_tokens=self._study.max_new_tokens,
-            shrinks=options.executions > 0,
-        )
+        if recorded is None:
+            run = observe_reference(
+                self._engine,
+                prompt_ids,
+                reduction=reduction,
+                seed=seed,
+                max_new_tokens=self._study.max_new_tokens,
+                shrinks=options.executions > 0,
+            )
+        else:
+            set_reduction(self._engine, reduction, seed)
+            run = reference_of_trace(self._engine, recorded)
         measured = measure(self._engine, run, reduction=reduction, seed=seed, options=options)
-        # Replays ran with schedules of their own; the row names the reference's.
-        from fliptrace.pair.recording import set_reduction
-
-        set_reduction(self._engine, reduction, seed)
         return {"token_ids": list(run.token_ids), "stop_reason": run.stop_reason, **measured}

@@ -33,9 +33,9 @@ def reduction_lines(
         f"## {name}",
         "",
         (
-            f"Orders of arrival: {', '.join(entry['schedules'])}. {entry['prompts']:,} prompts, {entry['steps']:,} "
-            f"steps, {entry['steps_in_reach']:,} of them in reach; {entry['prompts_out_of_reach']:,} prompts have no "
-            f"step in reach. A fresh execution is expected to have other tokens in "
+            f"Orders of arrival: {', '.join(entry['schedules'])}. {_prompts(entry['prompts'])}, {entry['steps']:,} "
+            f"steps, {entry['steps_in_reach']:,} of them in reach; {_prompts(entry['prompts_out_of_reach'])} "
+            "without one. A fresh execution is expected to have other tokens in "
             f"{_percent(entry['predicted_share'])} of prompts{within}."
         ),
         "",
@@ -111,7 +111,7 @@ def _cost_lines(entry: Mapping[str, Any]) -> list[str]:
     return [
         "",
         (
-            f"Cost: {spent['forwards']:,} forwards for {spent['prompts']} prompts; a mean interval of "
+            f"Cost: {spent['forwards']:,} forwards for {_prompts(spent['prompts'])}; a mean interval of "
             f"{spent['widths']:.2f} takes {spent['repetitions']:.1f} repetitions a prompt by repeating, "
             f"{spent['repeat_forwards']:,} forwards, {spent['ratio']:.2g} times as many{within}. A replay took "
             f"{_percent(entry['replay_share'])} of a free repetition's forwards."
@@ -125,7 +125,7 @@ def _calibration_lines(found: Mapping[str, Any]) -> list[str]:
     lines = [
         "",
         (
-            f"Against {found['comparisons']:,} free repetitions of {found['prompts']} prompts: "
+            f"Against {found['comparisons']:,} free repetitions of {_prompts(found['prompts'])}: "
             f"{found['predicted_changes']:.1f} changes predicted, {found['observed_changes']:.0f} observed{within}."
         ),
         "",
@@ -186,6 +186,10 @@ def distance_words(number: int) -> str:
     if number == DISTANCE_BINS - 1:
         return f"from {2 ** (number - 1):,}"
     return f"{2 ** (number - 1):,} to {2**number:,}"
+
+
+def _prompts(count: int) -> str:
+    return f"{count:,} prompt" if count == 1 else f"{count:,} prompts"
 
 
 def _percent(share: float | None) -> str:

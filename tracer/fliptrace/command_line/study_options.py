@@ -84,8 +84,8 @@ NoTemplateOption = Annotated[
 TaskOption = Annotated[
     str,
     typer.Option(
-        help="Where prompts come from: bundled, gsm8k:PATH (fields question, answer), mbpp:PATH (its test split) or "
-        "jsonl:PATH (fields prompt and, if scored, answer).",
+        help="Where prompts come from: bundled, gsm8k:PATH (fields question, answer), mbpp:PATH (its test split), "
+        "jsonl:PATH (fields prompt and, if scored, answer), lm-eval:PATH or inspect:PATH (logs of these harnesses).",
         metavar="TASK",
         rich_help_panel=PROMPT,
     ),

@@ -2,7 +2,8 @@
 
 ``gsm8k:PATH`` reads JSON lines with ``question`` and ``answer`` and prepares them as the paper does; ``mbpp:PATH`` the
 test split of MBPP's full configuration; ``jsonl:PATH`` any JSON lines with ``prompt`` and, if they are to be scored,
-``answer``; ``bundled`` the problems that ship with the package. A scorer ``module:function`` takes the place of the
+``answer``; ``lm-eval:PATH`` and ``inspect:PATH`` what those harnesses asked, from their logs; ``bundled`` the problems
+that ship with the package. A scorer ``module:function`` takes the place of the
 answer's comparison.
 """
 
@@ -21,6 +22,7 @@ from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.prompts import GSM8K_INSTRUCTION, parse_selection, require_text
 from fliptrace.studies.answers import final_answer, number_of, prepared_solution
+from fliptrace.studies.importers import gold_of, read_inspect, read_lm_eval
 from fliptrace.studies.programs import TEST_TASKS, mbpp_prompt
 
 #: Called with the generated text and the data set's row; returns whether it is right (None: cannot be told), or an
@@ -101,7 +103,7 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
     """Read the chosen prompts of a task.
 
     Args:
-        task: ``bundled``, ``gsm8k:PATH``, ``jsonl:PATH`` or ``mbpp:PATH``.
+        task: ``bundled``, ``gsm8k:PATH``, ``jsonl:PATH``, ``mbpp:PATH``, ``lm-eval:PATH`` or ``inspect:PATH``.
         selection: which rows; of MBPP rows of its test split, from 0.
 
     Raises:
@@ -120,9 +122,12 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
             for row in selection.of(len(prompts))
         ]
     kind, separator, name = task.partition(":")
-    if not separator or kind not in _READERS or not name:
-        raise InputError(f"a task is bundled, gsm8k:PATH, jsonl:PATH or mbpp:PATH; got {task!r}")
+    if not separator or kind not in (*_READERS, *_IMPORTERS) or not name:
+        kinds = ", ".join(f"{each}:PATH" for each in (*_READERS, *_IMPORTERS))
+        raise InputError(f"a task is bundled or one of {kinds}; got {task!r}")
     path = Path(name).expanduser()
+    if kind in _IMPORTERS:
+        return _imported(kind, path, selection)
     try:
         lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -170,6 +175,18 @@ def _test_split(path: Path, lines: Sequence[str]) -> list[str]:
     ] or list(lines)
 
 
+def _imported(kind: str, path: Path, selection: Selection) -> list[Question]:
+    rows = _IMPORTERS[kind](path)
+    questions = []
+    for number in selection.of(len(rows)):
+        row = rows[number]
+        source = f"{kind} {row['name']}"
+        require_text(row["prompt"], source)
+        questions.append(Question(source, number, row["prompt"], gold_of(row["target"]), row))
+    return questions
+
+
+_IMPORTERS = {"lm-eval": read_lm_eval, "inspect": read_inspect}
 _READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str | None]]] = {
     "gsm8k": _gsm8k,
     "jsonl": _jsonl,

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fliptrace.analysis import compare
 from fliptrace.capture.transformers_engine import TransformersEngine, load_model
-from fliptrace.capture.transformers_engine.digest_batch import DigestBatch
+from fliptrace.capture.digest_batch import DigestBatch
 from fliptrace.capture.transformers_engine.operations import token_dimension
 from fliptrace.numerics.digest import (
     combine_digests,
@@ -239,7 +239,7 @@ def test_batched_digests_are_those_of_each_tensor(rows, count, seed, small):
     def draw(*shape):
         return torch.randn(shape, generator=generator).bfloat16()
 
-    import fliptrace.capture.transformers_engine.digest_batch as module
+    import fliptrace.capture.digest_batch as module
 
     before, module._WAITING_BYTES = module._WAITING_BYTES, 64 if small else module._WAITING_BYTES
     try:

@@ -11,41 +11,10 @@ import torch
 
 import fliptrace as ft
 from fliptrace.capture.decoding import generate
-from fliptrace.capture.recorder import Recorder, RecorderOptions
 from fliptrace.capture.vllm_engine import slot_filling
 from fliptrace.errors import RecordingError
-from fliptrace.manifest import Manifest
-from fliptrace.store import TraceReader, TraceWriter
-from fliptrace.trace import Closing
+from fliptrace.store import TraceReader
 from fliptrace_interventions.reproducer import export_reproducer
-
-
-class ByCalls:
-    """Passes reports on and lends no slots."""
-
-    def __init__(self, observer):
-        for name in (
-            "begin_step",
-            "shrink",
-            "projection",
-            "cache_rows",
-            "operation",
-            "end_step",
-        ):
-            setattr(self, name, getattr(observer, name))
-
-
-def record(engine, ids, path, *, by_calls=False, operands=False, steps=8):
-    """Record a greedy run; returns its token ids."""
-    writer = TraceWriter(path, Manifest(engine.describe()))
-    recorder = Recorder(engine, writer, RecorderOptions(operands=operands))
-    with engine.observed(ByCalls(recorder) if by_calls else recorder):
-        execution = generate(
-            engine, ids, max_new_tokens=steps, end_ids=set(), on_choice=recorder.complete_step
-        )
-        recorder.finish()
-    writer.close(Closing(complete=True, stop_reason="max new tokens", steps=steps))
-    return execution.token_ids
 
 
 def digests_of(frame):
@@ -64,7 +33,7 @@ def frames_of(path, steps):
 
 @pytest.mark.parametrize("operands", [False, True])
 @pytest.mark.parametrize("reduction", ["unsplit", "vllm-own"])
-def test_slots_hold_what_calls_report(engine, prompt, tmp_path, reduction, operands):
+def test_slots_hold_what_calls_report(engine, prompt, tmp_path, reduction, operands, record):
     """Every frame of eight steps is the same, byte by byte."""
     engine.set_reduction(reduction)
     for by_calls in (False, True):
@@ -80,7 +49,7 @@ def test_slots_hold_what_calls_report(engine, prompt, tmp_path, reduction, opera
     assert len(slots) >= 8 * 7
 
 
-def test_a_sliding_model_is_recorded_alike(sliding_engine, tmp_path):
+def test_a_sliding_model_is_recorded_alike(sliding_engine, tmp_path, record):
     """The same over a window of 8 positions that moves on."""
     ids = tuple(range(3, 9))
     for by_calls in (False, True):
@@ -88,7 +57,7 @@ def test_a_sliding_model_is_recorded_alike(sliding_engine, tmp_path):
     assert frames_of(tmp_path / "False.trace", 12) == frames_of(tmp_path / "True.trace", 12)
 
 
-def test_what_is_overwritten_is_copied_when_it_is_seen(engine, prompt, tmp_path):
+def test_what_is_overwritten_is_copied_when_it_is_seen(engine, prompt, tmp_path, record):
     """vLLM turns queries and keys around in place: qkv's output is not held, that of gate and up is, and no operand."""
     fillers = []
     own = slot_filling.SlotFiller._learn
@@ -112,7 +81,9 @@ def test_what_is_overwritten_is_copied_when_it_is_seen(engine, prompt, tmp_path)
     assert not any(operand for operand, _ in filler._at_once)
 
 
-def test_a_tensor_that_changes_later_voids_the_recording(engine, prompt, tmp_path, monkeypatch):
+def test_a_tensor_that_changes_later_voids_the_recording(
+    engine, prompt, tmp_path, monkeypatch, record
+):
     """An operand overwritten in the second checked step, and in no earlier one, is noticed."""
     monkeypatch.setattr(slot_filling, "CHECK_STEPS", 3)
     operands = []
@@ -156,7 +127,7 @@ def test_nothing_stands_while_idle(engine, prompt):
     )
 
 
-def test_logits_of_recorded_and_unrecorded_runs_are_equal(engine, prompt, tmp_path):
+def test_logits_of_recorded_and_unrecorded_runs_are_equal(engine, prompt, tmp_path, record):
     """Sixteen steps choose the same tokens, with or without a recorder."""
     engine.set_reduction("unsplit")
     tokens = record(engine, prompt.ids, tmp_path / "one.trace", steps=16)
@@ -172,7 +143,7 @@ def test_logits_of_recorded_and_unrecorded_runs_are_equal(engine, prompt, tmp_pa
     assert all(torch.isfinite(row.float()).all() for row in rows)
 
 
-def test_a_root_under_vllms_own_shrink_is_exported(engine, prompt, tmp_path):
+def test_a_root_under_vllms_own_shrink_is_exported(engine, prompt, tmp_path, record):
     """A planted root of a vllm-own pair becomes a folder; its script runs, and says who stands for vLLM's kernel."""
     engine.set_reduction("vllm-own")
     record(engine, prompt.ids, tmp_path / "reference.trace", steps=3)

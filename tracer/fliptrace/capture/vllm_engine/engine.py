@@ -22,6 +22,7 @@ from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
 from fliptrace.capture.vllm_engine.hooks import consumption, observe, outside
 from fliptrace.capture.vllm_engine.hosting import check_plugin, check_settings, find_host
 from fliptrace.capture.vllm_engine.loading import LoadedLlm
+from fliptrace.capture.vllm_engine.operations import OperationWatch
 from fliptrace.capture.vllm_engine.reductions import choose_reduction, describe_reduction
 from fliptrace.capture.vllm_engine.shrinks import (
     AdaptedLayer,
@@ -73,7 +74,6 @@ class VllmEngine:
         self._windows = {layer.number: layer.window for layer in self.paged}
         self._pending: tuple[int, ...] | None = None
         self._ready = False
-        self._watched = False
         self._filler: SlotFiller | None = None
         self._layers: list[AdaptedLayer] = []
         self._not_observed: list[str] = []
@@ -279,8 +279,9 @@ class VllmEngine:
         filler = self._filler_of(ids)
         runtime.rows, runtime.fired, runtime.filler = len(ids), [], filler
         try:
-            if filler is not None:
-                filler.begin()
+            for one in (filler, runtime.watch):
+                if one is not None:
+                    one.begin(len(ids))
             stands = self._path.is_needed
             with self._path.standing(filler) if stands else contextlib.nullcontext():
                 logits = self._request.forward(ids, runtime.step)
@@ -292,6 +293,8 @@ class VllmEngine:
                 runtime.observer.slots_filled(*filler.finish())  # type: ignore[union-attr]
             elif stands:
                 self._check_fired()
+            if runtime.watch is not None:
+                runtime.watch.finish()
             if runtime.observer is not None:
                 runtime.observer.end_step(logits)
         self._ready = True
@@ -302,7 +305,7 @@ class VllmEngine:
         """Return what fills the observer's slots in this forward, where slots are lent and nobody else watches."""
         runtime = self.runtime
         observer = runtime.observer
-        alone = runtime.interceptor is None and runtime.audit is None and not self._watched
+        alone = runtime.interceptor is None and runtime.audit is None and runtime.watch is None
         if len(ids) != 1 or not alone or not isinstance(observer, SlotObserver):
             return None
         slots = observer.row_slots()
@@ -326,21 +329,24 @@ class VllmEngine:
     @contextlib.contextmanager
     def observed(self, observer: Observer, *, modules: bool = False) -> Iterator[None]:
         """Report to an observer while inside."""
-        if modules:
-            raise InputError(
-                "the vllm engine does not record modules and operations other than shrinks, projections and cache rows "
-                "yet; leave --modules out"
-            )
-        if self.runtime.observer is not None:
+        runtime = self.runtime
+        if runtime.observer is not None:
             raise RecordingError("this engine is being observed already; one observer at a time")
-        handles = observe(self._layers, self.paged, self.runtime, observer)
-        self.runtime.observer = observer
+        handles = observe(self._layers, self.paged, runtime, observer)
+        runtime.observer = observer
+        if modules:
+            model = self.host.runner.model
+            runtime.watch = OperationWatch(
+                model, self._layers, self.paged, runtime, observer, self._request.position
+            )
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            self.runtime.observer = self._filler = None
+            if runtime.watch is not None:
+                runtime.watch.close()
+            runtime.observer = runtime.watch = self._filler = None
 
     @contextlib.contextmanager
     def intercepted(self, interceptor: ShrinkInterceptor) -> Iterator[None]:
@@ -363,20 +369,13 @@ class VllmEngine:
             self.paged,
             self.runtime,
             audit,
-            self._position,
+            self._request.position,
         ):
             self.runtime.audit = audit
             try:
                 yield
             finally:
                 self.runtime.audit = None
-
-    def _position(self) -> tuple[int, dict[int, Tensor]]:
-        ids = self._request.block_ids()
-        return self._request.length, {
-            group: torch.tensor(blocks, dtype=torch.int64, device=self._device)
-            for group, blocks in enumerate(ids)
-        }
 
     def _stack_path(self) -> str:
         for layer in self._layers:
@@ -415,6 +414,8 @@ class VllmEngine:
             self._make_room(length)
         with outside():
             paged_cache.write_cache(self.paged, self._request.block_ids(), layers)
+        if self.runtime.watch is not None:
+            self.runtime.watch.forget_cache()
         self.runtime.step = step
 
     def _make_room(self, length: int) -> None:

@@ -83,6 +83,7 @@ class ShrinkRuntime:
         launches: descriptions of launches by everything that shapes them.
         fired: sites that ran in this forward.
         filler: fills the observer's slots in this forward, instead of calls; None for calls.
+        watch: is told of base projections, shrinks and expands, None where operations are not watched.
     """
 
     reduction: Reduction | None
@@ -97,6 +98,7 @@ class ShrinkRuntime:
     launches: dict[Any, str] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
     filler: Any = None
+    watch: Any = None
 
 
 def adapted_layers(manager: Any, adapter_id: int) -> tuple[list[AdaptedLayer], list[str]]:
@@ -254,6 +256,8 @@ class ShrinkPath:
             runtime.fired.extend(range(layer.first, layer.first + len(layer.slices)))
             return
         self._show(layer, y, rows, lora_a_stacked)
+        if runtime.watch is not None:
+            runtime.watch.shrunk(layer, rows, y)
 
     def add_expand(self, y: Tensor, x: Any, *arguments: Any, **keywords: Any) -> None:
         """Round the shrinks x and add their product with B to y; see vLLM's PunicaWrapperBase.add_expand."""
@@ -264,7 +268,11 @@ class ShrinkPath:
                 for offset, part in enumerate(layer.slices):
                     z = x[part.part][: self.runtime.rows, : self.runtime.rank]
                     audit.shrink_consumed(layer.first + offset, z.contiguous())
+        watch = self.runtime.watch if layer is not None and self.runtime.rows else None
+        report = None if watch is None else watch.expanding(layer, y, x)
         self.own_expand(y, x, *arguments, **keywords)
+        if watch is not None:
+            watch.expanded(report, y)
 
     def require_adapter(self) -> None:
         """Refuse a forward that vLLM runs without the adapter.

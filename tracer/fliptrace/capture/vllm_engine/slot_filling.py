@@ -98,7 +98,7 @@ class SlotFiller:
 
     # During the forward ---------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, _rows: int = 1) -> None:
         """A forward over one token is about to run."""
         self._next = 0
         self._watching = self._filled % CHECK_STEPS == 0

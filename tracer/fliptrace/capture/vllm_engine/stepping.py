@@ -39,6 +39,7 @@ class Request:
         self._scheduled: Any = None
         self._forced = 0
         self._logits: Tensor | None = None
+        self._tables: tuple[int, Any, dict[int, Tensor]] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -109,6 +110,18 @@ class Request:
         """Return the request's blocks per KV group, from position 0 on."""
         found: tuple[list[int], ...] = self.host.scheduler.kv_cache_manager.get_block_ids(self._id)
         return found
+
+    def position(self) -> tuple[int, dict[int, Tensor]]:
+        """Return how many tokens are cached, and the block table of each KV group; made once per forward."""
+        length, blocks = self.length, self.block_ids()
+        if self._tables is None or self._tables[:2] != (length, blocks):
+            device = self.host.worker.device
+            tables = {
+                group: torch.tensor(ids, dtype=torch.int64, device=device)
+                for group, ids in enumerate(blocks)
+            }
+            self._tables = (length, blocks, tables)
+        return length, self._tables[2]
 
     def end(self) -> None:
         """Take the request off the engine; harmless when there is none."""

@@ -23,6 +23,7 @@ EXECUTED = [
     "how-to/trace-study-latency.md",
     "how-to/trace-check.md",
     "how-to/vllm.md",
+    "how-to/watch.md",
     "how-to/bench.md",
     "reading-a-report.md",
     "affected.md",

@@ -32,6 +32,9 @@ PAGES_ELSEWHERE = {
     "components/changelog.md": "CHANGELOG.md",
 }
 
+#: Where the notebooks are of which notebook_pages.py makes pages.
+NOTEBOOKS = "examples/notebooks/"
+
 _FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]\n]*(?:\n[^\]\n]*)?)\]\(([^)\s]+)\)")
 
@@ -48,6 +51,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     del config
     name = page.file.src_uri
     source = PAGES_ELSEWHERE.get(name, f"docs/{name}")
+    if name.startswith("notebooks/"):
+        source = f"{NOTEBOOKS}{Path(name).stem}.ipynb"
     parts = _FENCED.split(markdown)
     return "".join(
         part if part.startswith("```") else links_of_the_site(part, name, source, files)
@@ -65,6 +70,8 @@ def links_of_the_site(text: str, page: str, source: str, files: Files) -> str:
             return match.group(0)
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), split.path))
         known = {place: shown for shown, place in PAGES_ELSEWHERE.items()}
+        if path.startswith(NOTEBOOKS) and path.endswith(".ipynb"):
+            known[path] = f"notebooks/{Path(path).stem}.md"
         if path == "README.md":
             shown = "index.md"
         elif path.startswith("docs/"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import re
 
@@ -29,7 +30,7 @@ def files(hooks, pages):
     """The files of the site, as MkDocs has them."""
     from mkdocs.structure.files import File, Files
 
-    names = [*pages, *hooks.PAGES_ELSEWHERE]
+    names = [*pages, *hooks.PAGES_ELSEWHERE, "notebooks/04_a_study.md"]
     return Files([File(name, "docs", "site", use_directory_urls=False) for name in names])
 
 
@@ -46,6 +47,9 @@ def test_links_into_the_repository_become_links_of_the_site(hooks, files, caplog
         assert rewritten("[a](../errors.md)") == "[a](../errors.md)"
         assert rewritten("[a](../docs/recipes.md)", "components/tracer.md", "tracer/README.md") == (
             "[a](../recipes.md)"
+        )
+        assert rewritten("[n](../../examples/notebooks/04_a_study.ipynb)") == (
+            "[n](../notebooks/04_a_study.md)"
         )
         assert rewritten("[the log](../../.ci/run)") == "the log (`.ci/run`)"
         assert rewritten("[a](https://example.org)") == "[a](https://example.org)"
@@ -83,6 +87,75 @@ def test_every_page_elsewhere_is_in_the_navigation(hooks, repository_root):
     settings = (repository_root / "mkdocs.yml").read_text("utf-8")
     assert set(hooks.PAGES_ELSEWHERE) <= set(re.findall(r"[\w/-]+\.md", settings))
     assert all((repository_root / path).is_file() for path in hooks.PAGES_ELSEWHERE.values())
+
+
+@pytest.fixture(scope="module")
+def notebook_pages(repository_root):
+    """The module that makes pages of notebooks."""
+    pytest.importorskip("mkdocs", reason="the docs extra is not installed")
+    path = repository_root / "docs" / "notebook_pages.py"
+    spec = importlib.util.spec_from_file_location("notebook_pages", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_notebook_is_a_page_in_the_navigation(notebook_pages, repository_root):
+    """With its title first and its code; strict builds then check its links like any other page's."""
+    settings = (repository_root / "mkdocs.yml").read_text("utf-8")
+    found = sorted((repository_root / "examples" / "notebooks").glob("*.ipynb"))
+    assert len(found) >= 4
+    for path in found:
+        assert f"notebooks/{path.stem}.md" in settings
+        page = notebook_pages.page_of(json.loads(path.read_text("utf-8")), path.name)
+        assert page.startswith("# ")
+        assert f"`examples/notebooks/{path.name}`, without its outputs" in page
+        assert "```python\nimport" in page or "```python\nfrom" in page
+
+
+def test_outputs_become_text_or_static_html(notebook_pages):
+    """Texts in fences that they cannot close, HTML in one block; no script, no progress, no figure."""
+
+    def cell(source, *outputs):
+        return {"cell_type": "code", "source": [source], "outputs": list(outputs)}
+
+    def shown(**data):
+        return {
+            "output_type": "display_data",
+            "data": {k.replace("_", "/"): v for k, v in data.items()},
+        }
+
+    notebook = {
+        "cells": [
+            {"cell_type": "markdown", "source": ["# Title"]},
+            cell(
+                "a",
+                {
+                    "output_type": "stream",
+                    "name": "stdout",
+                    "text": ["\x1b[1mone\x1b[0m\n```\ntwo\n"],
+                },
+            ),
+            cell("b", {"output_type": "stream", "name": "stderr", "text": ["progress"]}),
+            cell("c", shown(text_html=["<p>\n\nthree</p>"], text_plain=["no"])),
+            cell("d", shown(text_html=["<script>4</script>"], text_plain=["four"])),
+            cell(
+                "e",
+                {
+                    "output_type": "display_data",
+                    "data": {notebook_pages._FIGURE: {}, "text/html": "<script>"},
+                },
+            ),
+        ]
+    }
+    page = notebook_pages.page_of(notebook, "x.ipynb")
+    assert "````text\none\n```\ntwo\n````" in page
+    assert '<div class="notebook-output"><p> three</p></div>' in page
+    assert "```text\nfour\n```" in page
+    assert "*An interactive figure.*" in page
+    assert "progress" not in page
+    assert "<script" not in page
+    assert "as it was run when this site was built" in page
 
 
 def test_the_build_in_ci_can_fail(repository_root):

@@ -21,7 +21,13 @@ SHOWN = {
     ),
     "02_test_causes.ipynb": ("fliptrace-edit", "fliptrace-verdict"),
     "03_replace_the_kernel_in_vllm.ipynb": ("deterministic:8  elements of 64 that differ",),
-    "04_a_study.ipynb": ("deterministic:8   0 of 12 prompts flipped", "application/vnd.plotly"),
+    "04_a_study.ipynb": (
+        "72 of 72 generations have their row",
+        "0 new rows",
+        "deterministic:8/32: no token and no selected logit changed in 24 comparisons",
+        "application/vnd.plotly",
+        "rows.parquet",
+    ),
 }
 
 
@@ -83,6 +89,35 @@ def test_the_vllm_notebook_says_what_is_missing_first():
     assert "vLLM does not run in this notebook" in first
     assert second.startswith("if with_vllm:")
     assert 'os.environ["FLIPTRACE_SHRINK"]' in second
+
+
+def test_a_notebook_runs_as_a_script(tmp_path):
+    """Without Jupyter, as on a machine with a GPU: cells in order, the last value printed, a failing cell a failure."""
+    script = [sys.executable, str(FOLDER / "run_as_script.py")]
+    environment = {key: value for key, value in os.environ.items() if key != "FLIPTRACE_SHRINK"}
+
+    def run(path):
+        return subprocess.run(
+            [*script, str(path)], capture_output=True, text=True, timeout=240, check=False,
+            cwd=tmp_path, env=environment | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    done = run(FOLDER / "03_replace_the_kernel_in_vllm.ipynb")
+    assert done.returncode == 0, done.stderr
+    assert "== cell 3 of 3" in done.stdout
+    assert SHOWN["03_replace_the_kernel_in_vllm.ipynb"][0] in done.stdout
+    made = nbformat.v4.new_notebook()
+    made.cells = [
+        nbformat.v4.new_code_cell(source) for source in ("x = 20", "x += 1\n2 * x", "1 / 0")
+    ]
+    path = tmp_path / "made.ipynb"
+    nbformat.write(made, path)
+    done = run(path)
+    assert "== cell 2 of 3\n42\n" in done.stdout
+    assert done.returncode == 1
+    assert "made.ipynb, cell 3" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert "usage:" in run(tmp_path / "none.ipynb").stderr
 
 
 def test_the_marimo_notebook_runs(tmp_path):

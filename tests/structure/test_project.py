@@ -24,10 +24,11 @@ def test_transformers_is_new_enough():
 
 
 def test_extras_are_the_promised_ones():
-    """vllm, studies, notebook, docs and dev."""
+    """vllm, studies, harnesses, notebook, docs and dev."""
     assert set(PROJECT["project"]["optional-dependencies"]) == {
         "vllm",
         "studies",
+        "harnesses",
         "notebook",
         "docs",
         "dev",

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -139,35 +134,12 @@ def test_trouble_with_servers(run_main, served):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
-def test_vllms_own_server(run_main, tmp_path):
+def test_vllms_own_server(run_main, load_neighbour, tmp_path):
     """vLLM's server with the bundled adapter, started here: what torch sums on the CPU repeats."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    module = load_neighbour(Path(__file__).parent / "model_server.py")
     bundled = ft.bundled_model()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", bundled.model),
-        *("--served-model-name", "base", "--enable-lora", "--max-lora-rank", "16"),
-        *("--lora-modules", f"tuned={bundled.adapter}", "--host", "127.0.0.1", "--port", str(port)),
-        *("--enforce-eager", "--no-enable-prefix-caching", "--max-num-seqs", "2"),
-    ]
-    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-        for _ in range(120):
-            time.sleep(1)
-            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                break
-            except OSError:
-                continue
-        found = run_main(trace_check.main, "--server", f"http://127.0.0.1:{port}", *SHORT, "--json")
-    finally:
-        server.terminate()
-        server.wait(30)
+    with module.vllm_server(bundled.model, bundled.adapter, tmp_path / "log") as url:
+        found = run_main(trace_check.main, "--server", url, *SHORT, "--json")
     document = json.loads(found.out)
     assert (found.code, document["flips"]) == (0, 0)
     assert document["tokens_compared"] > 20

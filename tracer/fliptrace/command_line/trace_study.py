@@ -13,6 +13,7 @@ import typer
 from fliptrace.command_line.arguments import with_rows_joined
 from fliptrace.command_line.configuration import with_configuration, with_ray_address
 from fliptrace.command_line.options import (
+    MODEL,
     PROMPT,
     DebugOption,
     DtypeName,
@@ -260,6 +261,15 @@ def decide(
         str,
         typer.Option(help="The same for no.", metavar="WORD", rich_help_panel=PROMPT),
     ] = "no",
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="Decide through a running server's own interface (/v1/systemone, vLLM); --model is then the name of a "
+            "served model or adapter.",
+            metavar="URL",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     model: ModelOption = None,
     adapter: AdapterOption = None,
     engine: EngineOption = EngineName.AUTO,
@@ -295,6 +305,10 @@ def decide(
     from fliptrace.studies import DecideStudy
     from fliptrace.studies.repeat import PAPER_REDUCTIONS
 
+    if server is not None and (adapter or reduction):
+        raise InputError(
+            "--server decides with what runs there; leave out --adapter and --reduction"
+        )
     study = DecideStudy(
         csv=str(csv),
         question=question,
@@ -304,7 +318,7 @@ def decide(
         yes=yes,
         no=no,
         model=model_settings(
-            model,
+            model if server is None else None,
             adapter,
             engine,
             device,
@@ -318,6 +332,8 @@ def decide(
         reductions=tuple(reduction or PAPER_REDUCTIONS),
         repetitions=repetitions,
         seed=seed,
+        server=server,
+        server_model=model if server is not None else None,
     )
     return run_and_show(
         study,

@@ -2,7 +2,8 @@
 
 Protocol: the paper, section 5.4. One forward over the prompt gives log-probabilities of the next token; p is that of
 yes, normalised over yes and no, and p >= 0.5 is yes. How much probability the two labels had together is the label
-mass. The read is the same on every engine; vLLM's own structured-decision interface is not asked.
+mass. The read is the same on every engine. With a server it is the server's own structured-decision interface that
+decides (fliptrace.studies.decide_server).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from fliptrace.studies.engines import (
 from fliptrace.studies.items import Item, Row
 from fliptrace.studies.labelled import decision_prompt, read_labelled
 from fliptrace.studies.repeat import PAPER_REDUCTIONS
-from fliptrace.studies.study import Report
+from fliptrace.studies.server_client import SERVER
+from fliptrace.studies.study import Report, Worker
 from fliptrace.studies.tasks import Selection
 
 
@@ -52,6 +54,8 @@ class DecideStudy:
         reductions: names, short or long.
         repetitions: of each decision, at least 2.
         seed: where schedule seeds begin, on a CPU.
+        server: a running server's address, to decide through its own interface; the model and reductions are then its.
+        server_model: the name of its model; None where it has one only.
     """
 
     csv: str
@@ -66,17 +70,26 @@ class DecideStudy:
     reductions: tuple[str, ...] = PAPER_REDUCTIONS
     repetitions: int = 10
     seed: int = 0
+    server: str | None = None
+    server_model: str | None = None
 
     @property
     def name(self) -> str:
         """The subcommand."""
         return "decide"
 
+    @property
+    def chosen_reductions(self) -> tuple[str, ...]:
+        """The reductions' names; what a server runs has one name."""
+        return self.reductions if self.server is None else (SERVER,)
+
     def identity(self) -> dict[str, Any]:
         """Return what every row depends on; rows of the file, reductions and repetitions may be added later."""
+        served = {} if self.server is None else {"server": True, "server_model": self.server_model}
         return {
             "study": self.name,
             **self.model.identity(),
+            **served,
             "yes": self.yes,
             "no": self.no,
             "seed": self.seed,
@@ -89,7 +102,11 @@ class DecideStudy:
             InputError: the file cannot be used, or a setting means nothing.
         """
         check_repeats("repetitions", self.repetitions, self.seed)
-        names = [identity_of(name) for name in self.reductions]
+        if self.server is not None and (self.yes, self.no) != ("yes", "no"):
+            raise InputError(
+                "a server's interface decides between yes and no; leave other words out"
+            )
+        names = [identity_of(name) for name in self.chosen_reductions]
         return [
             Item(
                 f"{source} | {reduction} | repetition {repetition}",
@@ -113,12 +130,18 @@ class DecideStudy:
         for number in self.selection.of(len(lines)):
             line = lines[number]
             require_text(line.text, line.source)
-            prompt = decision_prompt(line.text, self.question, self.yes, self.no)
+            prompt = line.text
+            if self.server is None:  # a server adds the question itself
+                prompt = decision_prompt(line.text, self.question, self.yes, self.no)
             found.append((line.source, number, prompt, line.label))
         return found
 
-    def open(self) -> DecideWorker:
-        """Load the model."""
+    def open(self) -> Worker:
+        """Load the model, or find the server."""
+        if self.server is not None:
+            from fliptrace.studies.decide_server import ServerDecideWorker
+
+            return ServerDecideWorker(self)
         return DecideWorker(self)
 
     def report(self, rows: Sequence[Row]) -> Report:

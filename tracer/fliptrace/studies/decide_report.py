@@ -26,6 +26,14 @@ _PAPER = (
     "0.00143, largest 0.05672, 7 flips in 2 comments, accuracy 94.25 %; unsplit and "
     "deterministic:8 change none, 94.20 and 94.30 %."
 )
+_READ = (
+    "Probabilities are read from the next token's logits by fliptrace, on either engine alike, not through vLLM's "
+    "structured-decision interface (--server)."
+)
+_SERVED = (
+    "Probabilities came through the server's own structured-decision interface (/v1/systemone, noul); which reduction "
+    "ran cannot be known from outside."
+)
 _COLUMNS = (
     Column("item", "string", "the item's name"),
     Column("key", "string", "digest of the item's arguments"),
@@ -49,7 +57,7 @@ _COLUMNS = (
 def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
     """Say what repetitions changed, per reduction."""
     pairs = pairs_of(rows)
-    names = [identity_of(name) for name in study.reductions]
+    names = [identity_of(name) for name in study.chosen_reductions]
     found = [
         _of(name, rows, [pair for pair in pairs if pair[0]["reduction"] == name]) for name in names
     ]
@@ -82,9 +90,8 @@ def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
         *(markdown_table(header, table) if shown else ["No repetition has been compared yet."]),
         "",
         (
-            "Probabilities are read from the next token's logits by fliptrace, not through vLLM's structured-decision "
-            "interface. Intervals (95 %): over comparisons by a bootstrap of whole texts, over texts exact; p by sign "
-            "flips with texts as units."
+            f"{_READ if study.server is None else _SERVED} Intervals (95 %): over comparisons by a bootstrap of whole "
+            "texts, over texts exact; p by sign flips with texts as units."
         ),
         "",
         _PAPER,

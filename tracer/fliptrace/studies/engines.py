@@ -18,6 +18,7 @@ from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.engines import VLLM_OWN, load_engine
 from fliptrace.pair.prompts import Prompt, encode_prompt
 from fliptrace.pair.recording import set_reduction
+from fliptrace.studies.server_client import SERVER
 from fliptrace_kernels import FliptraceKernelsError, parse_reduction
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _LAUNCH_PART = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 #: Rows of the prefill that is observed: from 128 on, vLLM's own choice of splits is another.
 _OBSERVED_ROWS = 128
 
+#: Names of what was not chosen here.
+_UNKNOWN = (VLLM_OWN, SERVER)
 #: Schedule seeds of one prompt lie together, those of the next a thousand further.
 SEEDS_PER_PROMPT = 1_000
 
@@ -97,13 +100,13 @@ class ModelSettings:
 
 
 def identity_of(reduction: str) -> str:
-    """Return a reduction's long name, the same for its short one; ``vllm-own`` is its own.
+    """Return a reduction's long name, the same for its short one; ``vllm-own`` and ``server`` are their own.
 
     Raises:
         InputError: there is none of that name.
     """
-    if reduction == VLLM_OWN:
-        return VLLM_OWN
+    if reduction in _UNKNOWN:
+        return reduction
     try:
         return str(parse_reduction(reduction))
     except FliptraceKernelsError as error:
@@ -111,13 +114,17 @@ def identity_of(reduction: str) -> str:
 
 
 def is_repeatable(reduction: str) -> bool:
-    """Tell whether a reduction sums in one order by construction; of vLLM's own shrink nothing is known here."""
-    return reduction != VLLM_OWN and parse_reduction(reduction).is_repeatable
+    """Tell whether a reduction sums in one order by construction; of what runs elsewhere nothing is known here."""
+    return reduction not in _UNKNOWN and parse_reduction(reduction).is_repeatable
 
 
 def simulates(engine: Any, reduction: str) -> bool:
     """Tell whether an engine takes a reduction's arrival orders from a seeded schedule."""
-    return reduction != VLLM_OWN and bool(engine.simulates_atomics) and not is_repeatable(reduction)
+    return (
+        reduction not in _UNKNOWN
+        and bool(engine.simulates_atomics)
+        and not is_repeatable(reduction)
+    )
 
 
 def check_repeats(what: str, count: int, seed: int) -> None:

@@ -68,11 +68,14 @@ def _where(sittings: Sequence[Mapping[str, Any]]) -> list[str]:
         gpu = environment.get("gpu", {}).get("name")
         versions = environment.get("versions", {})
         kernels = description.get("kernels", {})
+        adapter = description.get("adapter")
+        with_adapter = (
+            f" + {adapter.get('name')} (adapter {str(adapter.get('sha256'))[:12]})"
+            if adapter
+            else ""
+        )
         words = [
-            (
-                f"{description.get('model', {}).get('name')} + {description.get('adapter', {}).get('name')} "
-                f"(adapter {str(description.get('adapter', {}).get('sha256'))[:12]})"
-            ),
+            f"{description.get('model', {}).get('name')}{with_adapter}",
             f"engine {description.get('engine', {}).get('name')}",
             gpu or environment.get("processor") or "unknown processor",
             f"torch {versions.get('torch')}",

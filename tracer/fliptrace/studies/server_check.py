@@ -7,12 +7,7 @@ ties among them are compared; which kernel ran, and whether other requests share
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +17,8 @@ from fliptrace.studies.check import PROMPTS, CheckResult, Stack, check_numbers
 from fliptrace.studies.golden import golden_differences, read_golden, require_same, save_golden
 from fliptrace.studies.items import canonical_json
 from fliptrace.studies.repeatability import PromptRuns, Run, run_rounds
+from fliptrace.studies.server_client import SERVER, ServerClient
 
-#: What stands in a golden file in the place of a reduction.
-SERVER = "server"
-#: Sent as a bearer token where it is set.
-KEY_VARIABLE = "FLIPTRACE_API_KEY"
-_PATIENCE = 300.0
 #: As vLLM names tokens when it is asked for their ids.
 _ID_PREFIX = "token_id:"
 #: Log-probabilities per step: enough to see a tie.
@@ -57,41 +48,11 @@ class ServerSettings:
     fail_on: str = "any"
 
 
-class CompletionsServer:
-    """A client of a server's OpenAI-compatible completions."""
+class CompletionsServer(ServerClient):
+    """A server's completions."""
 
-    def __init__(self, url: str, model: str | None = None) -> None:
-        """Ask which models there are.
-
-        Raises:
-            InputError: no server, or no such model, or several and none named.
-        """
-        parsed = urllib.parse.urlsplit(url)
-        if parsed.scheme not in ("http", "https") or not parsed.hostname:
-            raise InputError(f"a server is given as http://HOST:PORT; got {url!r}")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        found = self._ask("/v1/models")
-        try:
-            self.models = tuple(str(entry["id"]) for entry in found["data"])
-        except (KeyError, TypeError) as error:
-            raise InputError(
-                f"{self.url}/v1/models is no list of models ({error!r}); is this an OpenAI-compatible server?"
-            ) from error
-        named = ", ".join(self.models)
-        if model is None and len(self.models) != 1:
-            raise InputError(f"the server at {self.url} has several models, name one: {named}")
-        if model is not None and model not in self.models:
-            raise InputError(f"the server at {self.url} has no model {model!r}; it has: {named}")
-        self.model = model or self.models[0]
-        self.version = self._version()
-        #: Whether the server says token ids; else tokens are compared as texts.
-        self.says_ids = False
-
-    def _version(self) -> str | None:
-        try:
-            return str(self._ask("/version")["version"])
-        except (InputError, KeyError, TypeError):
-            return None  # vLLM has it; it is no part of OpenAI's interface
+    #: Whether the server says token ids; else tokens are compared as texts.
+    says_ids = False
 
     def complete(self, prompt: str, max_new_tokens: int) -> Run:
         """Complete a prompt greedily once.
@@ -108,11 +69,11 @@ class CompletionsServer:
             "seed": 0,
         }
         try:
-            answer = self._ask("/v1/completions", request | {"return_tokens_as_token_ids": True})
+            answer = self.ask("/v1/completions", request | {"return_tokens_as_token_ids": True})
         except InputError as error:
             if "return_tokens_as_token_ids" not in str(error):
                 raise
-            answer = self._ask("/v1/completions", request)  # it refuses what is vLLM's alone
+            answer = self.ask("/v1/completions", request)  # it refuses what is vLLM's alone
         try:
             (choice,) = answer["choices"]
             said = choice["logprobs"]
@@ -130,33 +91,6 @@ class CompletionsServer:
             for value, each in zip(chosen, top, strict=True)
         )
         return Run(tuple(map(_number_of, tokens)), steps, _ties(top))
-
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get(KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
-        request = urllib.request.Request(  # noqa: S310 (__init__ takes http and https only)
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers=headers,
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=_PATIENCE) as response:  # noqa: S310 (the same)
-                return json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode("utf-8", "replace").split())[:300]
-            raise InputError(f"{self.url}{path} answers {error.code}: {said}") from error
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{self.url}{path} does not answer as a server should ({error}); is it running?"
-            ) from error
-
-    def describe(self) -> dict[str, Any]:
-        """Return what can be known from outside, as a manifest's sections."""
-        return {
-            "server": {"model": self.model, "version": self.version, "models": len(self.models)},
-            "engine": {"name": f"a server{f', vLLM {self.version}' if self.version else ''}"},
-        }
 
 
 def run_server_check(

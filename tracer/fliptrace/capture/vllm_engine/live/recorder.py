@@ -97,8 +97,10 @@ class LiveRecorder:
             raise UnsupportedModelError(
                 "the LLM has no LoRA (enable_lora=True), so there is no shrink to watch"
             )
-        if lora.fully_sharded_loras:
-            troubles.append("fully_sharded_loras must be off")
+        if config.parallel_config.world_size != 1:
+            troubles.append(
+                f"one worker can be watched, and it has {config.parallel_config.world_size}"
+            )
         if config.speculative_config is not None:
             troubles.append(
                 "speculative decoding must be off (a forward computes tokens that are dropped)"
@@ -160,7 +162,7 @@ class LiveRecorder:
         """Let each LoRA layer run, where vLLM's warm-up has not: on the CPU it runs without adapters."""
         runner = self.host.runner
         for _ in range(2):
-            if self.writer.ring is None and hasattr(runner, "_dummy_run"):
+            if self.writer.ring is None and not self.host.is_v2:
                 runner._dummy_run(1, num_active_loras=1)
         if self.writer.ring is None:
             raise RecordingError(

@@ -29,6 +29,10 @@ export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL
 read -r -a engine <<<"${ENGINE:---engine vllm --attention TRITON_ATTN --vllm-argument gpu_memory_utilization=0.2}"
 mkdir -p "$folder" || exit 2
 failed=()
+# Bounds need scipy; without the others rows are kept, and the same command writes the report where they are installed.
+for module in scipy pyarrow matplotlib plotly; do
+    "$PYTHON" -c "import $module" 2>/dev/null || echo "warning: $PYTHON has no $module" >&2
+done
 
 # step NAME EXPECTED COMMAND...: runs it, keeps its output, shows the end of it.
 step() {

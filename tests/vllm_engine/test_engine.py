@@ -242,8 +242,6 @@ def test_bad_calls_are_refused(engine, prompt):
         engine.start((5,) * 511)
     with pytest.raises(InputError, match="empty"):
         engine.start(())
-    with pytest.raises(InputError, match="modules"), engine.observed(Ledger(), modules=True):
-        pass
     with pytest.raises(InputError, match="schedule seed"):
         engine.set_reduction("atomic:8")
 

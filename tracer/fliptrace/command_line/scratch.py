@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fliptrace.errors import InputError, StorageError
+from fliptrace.errors import InputError, ObserverEffectError, RecordingError, StorageError
 from fliptrace.pair.pair import move_into_place
 
 
@@ -15,11 +15,12 @@ from fliptrace.pair.pair import move_into_place
 def scratch_folder(out: Path) -> Iterator[Path]:
     """Make ``.NAME.partial`` beside the output folder; on leaving without an error it takes that folder's place.
 
-    An error removes it and every parent that was made for it. Where the disk was full, or the results could not be
-    moved, it stays with what was recorded, and the error says where.
+    An error removes it and every parent that was made for it. Where the disk was full, the results could not be
+    moved, or an execution ended before its time, it stays with what was recorded, and the error says where.
 
     Raises:
         InputError: it is left from an interrupted run.
+        RecordingError: an execution could not be recorded to its end.
         StorageError: it cannot be made, or something in it not be written.
     """
     out = out.resolve()
@@ -44,6 +45,11 @@ def scratch_folder(out: Path) -> Iterator[Path]:
             raise StorageError(f"{error}; what was recorded is in {partial}") from error
         _remove(partial, made)
         raise StorageError(str(error)) from error
+    except RecordingError as error:
+        if isinstance(error, ObserverEffectError) or not any(partial.rglob("*.trace")):
+            _remove(partial, made)
+            raise
+        raise RecordingError(f"{error}. What was recorded is in {partial}") from error
     except BaseException:
         _remove(partial, made)
         raise

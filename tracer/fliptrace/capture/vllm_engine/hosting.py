@@ -195,15 +195,17 @@ def check_plugin() -> str:
         A sentence for the manifest.
 
     Raises:
-        InputError: FLIPTRACE_SHRINK asks for it, and it is not there.
+        InputError: FLIPTRACE_SHRINK asks for it, and it is not there, or does something else there.
     """
-    wanted = os.environ.get("FLIPTRACE_SHRINK", "").strip()
-    if not wanted:
-        return "not asked for (FLIPTRACE_SHRINK is unset)"
+    from fliptrace_kernels import FliptraceKernelsError
     from fliptrace_kernels.vllm_plugin.installation import installed
+    from fliptrace_kernels.vllm_plugin.settings import read
     from fliptrace_kernels.vllm_plugin.shrink_operator import Operator
 
+    wanted = os.environ.get("FLIPTRACE_SHRINK", "").strip()
     found = installed(Operator())
+    if not wanted and found is None:
+        return "not asked for (FLIPTRACE_SHRINK is unset)"
     if found is None:
         allowed = os.environ.get("VLLM_PLUGINS")
         why = (
@@ -215,4 +217,15 @@ def check_plugin() -> str:
             f"FLIPTRACE_SHRINK={wanted} asks for the fliptrace plugin, but vLLM runs its own shrink: {why}; or unset "
             "FLIPTRACE_SHRINK"
         )
-    return f"vLLM's own operator is replaced by {found.settings.reduction}"
+    try:
+        asked = read(os.environ)
+    except FliptraceKernelsError as error:
+        raise InputError(str(error)) from error
+    there = found.settings.reduction
+    if asked is None or asked.reduction != there:
+        raise InputError(
+            f"FLIPTRACE_SHRINK {f'is {wanted}' if wanted else 'is unset'} here, but vLLM's worker read {there} when it "
+            "started and sums by it: what a trace says of its reduction would be wrong. Set the same in both, before "
+            "vLLM is started"
+        )
+    return f"vLLM's own operator is replaced by {there}"

@@ -82,6 +82,7 @@ class SlotFiller:
         self._late: list[_Item] = []
         self._groups: list[tuple[list[Tensor], list[tuple[_Item, Cut]]]] = []
         self._next = 0
+        self._buffer: Any = None
         self._filled = 0
         self._learned = False
         self._watching = True
@@ -115,14 +116,18 @@ class SlotFiller:
             if number is None:
                 path.own_shrink(y, x, stacked, scale, **keywords)
                 return
-        if number != self._next or x.shape[0] != 1:
-            raise self._out_of_order(number, x)
+        if number != self._next:
+            raise self._out_of_order(number)
         if number == 0:
             path.require_adapter()
         if path.runtime.reduction is None:
             path.own_shrink(y, x, stacked, scale, **keywords)
         else:
-            path.reduce(self._layers[number], y, x, stacked, scale)
+            path.reduce(self._layers[number], y, x[:1], stacked, scale)
+        self._buffer = y
+        if x.shape[0] != 1:  # vLLM may pad a forward's rows
+            x = x[:1]
+            y = y[:, :1] if isinstance(y, Tensor) else y
         if not self._learned:
             self._add_items(self._layers[number], x, y)
         self._operands[number].held = x
@@ -137,8 +142,10 @@ class SlotFiller:
         """Stand for the punica wrapper's add_expand."""
         self.path.own_expand(y, x, *arguments, **keywords)
         number = self._next - 1
-        if number < 0 or x is not self._shrinks[number].held:
+        if number < 0 or x is not self._buffer:
             return
+        if y.shape[0] != 1:
+            y = y[:1]
         if not self._learned:
             self._projections.append(self._projection_item(self._layers[number], y))
         item = self._projections[number]
@@ -148,6 +155,8 @@ class SlotFiller:
 
     def cache_rows(self, number: int, key: Tensor, value: Tensor) -> None:
         """Layer ``number`` of the paged ones is about to cache these."""
+        if key.shape[0] != 1:
+            key, value = key[:1], value[:1]
         if not self._learned:
             self._add_cache(number, key, value)
         keys, values = self._keys[number], self._values[number]
@@ -156,12 +165,8 @@ class SlotFiller:
             keys.copy()
             values.copy()
 
-    def _out_of_order(self, number: int, x: Tensor) -> RecordingError:
+    def _out_of_order(self, number: int) -> RecordingError:
         layer = self._layers[number]
-        if x.shape[0] != 1:
-            return RecordingError(
-                f"{layer.name} shrinks {x.shape[0]} rows in a forward over 1 token"
-            )
         expected = self._layers[self._next].name if self._next < len(self._layers) else "none"
         return RecordingError(
             f"every shrink must run exactly once in a forward, in order; {layer.name} ran where {expected} was due"
@@ -190,7 +195,7 @@ class SlotFiller:
             self._compare()
         else:
             self._copy(self._groups)
-        launches = self._launches_now()
+        launches, self._buffer = self._launches_now(), None
         for items in self._everything:
             for item in items:
                 item.held = None
@@ -342,7 +347,7 @@ def _grouped(items: Sequence[_Item]) -> list[tuple[list[Tensor], list[tuple[_Ite
 
 def _shrink_cut(part: int, rank: int) -> Cut:
     def cut(y: Any) -> Tensor:
-        row: Tensor = y[part][:, :rank]
+        row: Tensor = y[part][:1, :rank]
         return row
 
     return cut

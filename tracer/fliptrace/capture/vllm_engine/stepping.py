@@ -8,14 +8,17 @@ runs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fliptrace.capture.sources import first_line
 from fliptrace.capture.vllm_engine.hosting import Host
-from fliptrace.errors import InputError, RecordingError
+from fliptrace.errors import FliptraceError, InputError, RecordingError
 
 _numbers = itertools.count()
 
@@ -86,16 +89,18 @@ class Request:
             Logits [vocabulary] of the last row.
 
         Raises:
-            RecordingError: vLLM preempted, recomputed, split or ended the request.
+            RecordingError: vLLM preempted, recomputed, split or ended the request, or failed.
         """
         if step:
-            self._book(token_ids[0], step)
+            with _inside_vllm(step):
+                self._book(token_ids[0], step)
         core = self.host.core
         scheduled = core.scheduler.schedule()
         self._check_schedule(scheduled, len(token_ids), step)
         self._scheduled = scheduled
         try:
-            result = core.model_executor.execute_model(scheduled)
+            with _inside_vllm(step):
+                result = core.model_executor.execute_model(scheduled)
         except BaseException:
             self._scheduled = None
             raise
@@ -104,7 +109,8 @@ class Request:
                 f"vLLM gave a result instead of logits in step {step}: only a generating model can be traced"
             )
         self.length += len(token_ids)
-        return self._read_logits()
+        with _inside_vllm(step):
+            return self._read_logits()
 
     def block_ids(self) -> tuple[list[int], ...]:
         """Return the request's blocks per KV group, from position 0 on."""
@@ -211,6 +217,29 @@ class Request:
             )
         row: Tensor = logits[0]
         return row
+
+
+@contextlib.contextmanager
+def _inside_vllm(step: int) -> Iterator[None]:
+    """Say of what goes wrong inside vLLM in which step it did, and what remains.
+
+    Raises:
+        RecordingError: it did; what fliptrace raises on purpose passes as it is.
+    """
+    try:
+        yield
+    except FliptraceError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise RecordingError(
+            f"out of memory in step {step} ({first_line(error)}); the trace ends with the step before. Leave vLLM less "
+            "for its cache (kv_cache_memory_bytes, gpu_memory_utilization) or a shorter context (max_model_len)"
+        ) from error
+    except Exception as error:
+        raise RecordingError(
+            f"vLLM's worker failed in step {step} ({type(error).__name__}: {first_line(error)}); the trace ends with "
+            "the step before. After an error of the device nothing more runs in this process: begin another"
+        ) from error
 
 
 def check_prompt(prompt_ids: tuple[int, ...], vocabulary: int, limit: int) -> None:

@@ -51,11 +51,15 @@ class Site:
         return cls(path=path, layer=layer, module=module, slice=slice, parallel_rank=parallel_rank)
 
     @property
+    def part(self) -> str:
+        """The module with its slice and rank, without the layer: ``self_attn.qkv_proj[k_proj]``."""
+        where = f"{self.module}[{self.slice}]" if self.slice else self.module
+        return f"{where} (rank {self.parallel_rank})" if self.parallel_rank else where
+
+    @property
     def name(self) -> str:
         """The name that people read: ``layer 2 mlp.up_proj``."""
-        where = f"layer {self.layer} {self.module}" if self.layer is not None else self.module
-        where = f"{where}[{self.slice}]" if self.slice else where
-        return f"{where} (rank {self.parallel_rank})" if self.parallel_rank else where
+        return f"layer {self.layer} {self.part}" if self.layer is not None else self.part
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,4 +140,4 @@ def _record(
 
 def short_name(site: Site) -> str:
     """Return the paper's way to name a site: ``layer-2 mlp.up_proj``."""
-    return f"layer-{site.layer} {site.module}" if site.layer is not None else site.module
+    return f"layer-{site.layer} {site.part}" if site.layer is not None else site.part

@@ -53,10 +53,10 @@ class Grain:
         stage = _CACHE_STAGE if site is None else _STAGES[role_of(site)]
         at = LAST_LAYER if layer is None else layer
         if layer is None:
-            other = site.module if site is not None and self.name == "projection" else _BLOCKS[5]
+            other = site.part if site is not None and self.name == "projection" else _BLOCKS[5]
             return (at, 5, order if self.name == "projection" else 0), other
         if self.name == "projection":
-            name = what if site is None else site.module
+            name = what if site is None else site.part
             return (at, stage, order if stage == 5 else 0), f"layer {layer} {name}"
         if self.name == "block":
             return (at, stage, 0), f"layer {layer} {_BLOCKS[stage]}"

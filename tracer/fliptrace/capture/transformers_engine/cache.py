@@ -1,7 +1,8 @@
 """transformers' dynamic caches, seen in canonical form: per layer [keys | values, token, kv_head, head_dim].
 
 Full and sliding-window layers are covered. A sliding layer keeps the last ``window - 1`` rows, so its canonical form
-starts at a later position. Caches of other kinds (recurrent state, indexed attention, quantised) are refused by name.
+starts at a later position. Layers with recurrent state (Mamba) can run, but have no canonical form yet: whoever asks
+for the whole cache of such a model is refused. Caches of other kinds (indexed, quantised) are refused by name.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer
 from fliptrace.errors import InputError, UnsupportedModelError
+
+#: What keeps keys and values; what keeps recurrent state alone; what keeps nothing. The last two are new in
+#: transformers 5.
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
+_RECURRENT = tuple(filter(None, [getattr(cache_utils, "LinearAttentionLayer", None)]))
+_EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +63,46 @@ def new_cache(model: nn.Module) -> ObservableCache:
     """
     cache = ObservableCache(config=model.config)
     for number, layer in enumerate(cache.layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (*_PLAIN, *_RECURRENT, *_EMPTY):
             raise UnsupportedModelError(
                 f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}; full and sliding-window "
-                "key/value caches can be traced, other state (recurrent, indexed) cannot yet"
+                "key/value caches can be traced, other state (indexed, mixed) cannot yet"
             )
     return cache
 
 
+def recurrent_layers(cache: ObservableCache | None) -> tuple[int, ...]:
+    """Return the layers that keep recurrent state."""
+    layers = enumerate(cache.layers if cache is not None else ())
+    return tuple(number for number, layer in layers if type(layer) in _RECURRENT)
+
+
+def not_recorded(recurrent: Sequence[int]) -> list[str]:
+    """Say which layers' state is not recorded; nothing without such layers."""
+    return [f"layers {_listed(recurrent)} keep recurrent state, which is not recorded"] * bool(
+        recurrent
+    )
+
+
+def refuse_recurrent(model: nn.Module, recurrent: Sequence[int]) -> None:
+    """Refuse to give or take the whole cache of a model with recurrent state.
+
+    Raises:
+        UnsupportedModelError: it has some.
+    """
+    if recurrent:
+        raise UnsupportedModelError(
+            f"layers {_listed(recurrent)} of {type(model).__name__} keep recurrent state (Mamba), which cannot be "
+            "recorded or substituted yet; trace-check and trace-study repeat, replay and decide run this model"
+        )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))
+
+
 def read_cache(cache: ObservableCache, length: int) -> tuple[CacheLayer, ...]:
-    """Copy a cache into canonical form.
+    """Copy what a cache holds of keys and values into canonical form.
 
     Args:
         cache: after ``length`` tokens.
@@ -72,7 +110,7 @@ def read_cache(cache: ObservableCache, length: int) -> tuple[CacheLayer, ...]:
     """
     layers = []
     for number, layer in enumerate(cache.layers):
-        if not layer.is_initialized:
+        if type(layer) not in _PLAIN or not layer.is_initialized:
             continue
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         values = torch.stack((layer.keys[0], layer.values[0])).transpose(1, 2).contiguous()

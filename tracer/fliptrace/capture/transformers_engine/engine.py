@@ -16,7 +16,10 @@ from fliptrace.capture.transformers_engine.cache import (
     CacheRow,
     ObservableCache,
     new_cache,
+    not_recorded,
     read_cache,
+    recurrent_layers,
+    refuse_recurrent,
     write_cache,
 )
 from fliptrace.capture.transformers_engine.loading import LoadedModel, forward_accepts
@@ -68,6 +71,7 @@ class TransformersEngine:
         self._cache_layers: tuple[int, ...] = ()
         self._cache_rows: dict[int, CacheRow] = {}
         self._cache_windows: dict[int, int | None] = {}
+        self._recurrent: tuple[int, ...] = ()
         self._audit: ConsumptionAudit | None = None
         self._settle_order()
         self.set_reduction(reduction, seed)
@@ -307,10 +311,12 @@ class TransformersEngine:
 
     def read_cache(self) -> tuple[CacheLayer, ...]:
         """Return copies of every layer's cache."""
+        refuse_recurrent(self.model, self._recurrent)
         return () if self._cache is None else read_cache(self._cache, self._position)
 
     def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
         """Replace the whole cache."""
+        refuse_recurrent(self.model, self._recurrent)
         given = [content.layer for content in layers]
         missing, unknown = set(self.cache_layers) - set(given), set(given) - set(self.cache_layers)
         if missing or unknown or len(given) != len(set(given)):
@@ -368,6 +374,8 @@ class TransformersEngine:
             self.start((0,))
             self.step()
         content = self.read_cache()
+        self._recurrent = recurrent_layers(self._cache)
+        self._not_observed += not_recorded(self._recurrent)
         self._cache_rows = {
             layer.layer: CacheRow(
                 tuple(layer.values.shape[2:]), layer.values.dtype, layer.values.device

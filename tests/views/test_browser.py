@@ -41,8 +41,8 @@ class Page:
             {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
         )
 
-    def run(self, code):
-        return self.browser.execute_script(code)
+    def run(self, code, *arguments):
+        return self.browser.execute_script(code, *arguments)
 
     def wait(self, condition, seconds=20):
         deadline = time.monotonic() + seconds

@@ -8,6 +8,8 @@ import json
 import random
 import re
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -243,6 +245,59 @@ def test_the_copy_button_copies_the_command(recorded_page, chromium, opened, tmp
     chromium.find_element("css selector", "#pasted").send_keys("\ue009v")  # control
     assert page.run("return document.getElementById('pasted').value") == command_shown(page)[0]
     page.assert_quiet()
+
+
+@pytest.mark.parametrize("name", ["a pair", "it's $HOME & `id` -x", "plain-1.2"])
+def test_the_copied_command_runs(chromium, opened, tmp_path, name):
+    """What the page offers, pasted into a shell elsewhere, judges the claim on the pair beside the page."""
+    folder = tmp_path / name
+    with ft.load_pair(ft.bundled_model().recorded_pair) as pair:
+        pair.save(folder)
+    page = opened(chromium, folder, (folder / "report.html").read_text("utf-8"))
+    page.run("location.hash = 'phase=decode&cell=0:17'")
+    page.wait("document.querySelector('#cell pre') !== null")
+    text, _ = command_shown(page)
+    assert "the folder is the one in which this page lies" in page.text("#cell")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = "from fliptrace_interventions.command_line.trace_intervene import main; main()"
+    stands_for = f'trace-intervene() {{ "{sys.executable}" -c "{code}" "$@" --shams 0 --json; }}\n'
+    if name == "a pair":
+        done = subprocess.run(
+            ["bash", "-c", stands_for + text],
+            cwd=elsewhere,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode in (0, 1, 3), done.stderr
+        (claim,) = json.loads(done.stdout)["interventions"]["claims"]
+        assert "q_proj" in claim["verdict"]["claim"]
+    else:  # how the shell reads it
+        printed = 'trace-intervene() { printf "%s\\n" "$@"; }\n' + text
+        done = subprocess.run(
+            ["bash", "-c", printed], cwd=elsewhere, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines() == [str(folder), "--edit", "edit.json"]
+    assert page.text("section[aria-labelledby=roots-heading] code").startswith(
+        text.splitlines()[-1].partition(" --edit")[0]
+    )
+
+
+def test_a_folder_that_a_terminal_acts_upon_is_not_put_into_a_command(
+    recorded_page, chromium, opened, tmp_path
+):
+    """A line break, an escape or a direction mark in its name: the placeholder stays, and says what it stands for."""
+    for name in ("a\nb", "a\x1b[2Jb", "a\u202eb"):
+        folder = tmp_path / name
+        folder.mkdir()
+        page = opened(chromium, folder, recorded_page)
+        page.run("location.hash = 'cell=0:4'")
+        page.wait("document.querySelector('#cell pre') !== null")
+        assert (
+            page.text("#cell pre").splitlines()[-1] == "trace-intervene PAIR_DIR --edit edit.json"
+        )
+        assert "PAIR_DIR is the folder of this pair" in page.text("#cell")
 
 
 def test_the_address_brings_the_view_back(recorded_page, chromium, opened, tmp_path):

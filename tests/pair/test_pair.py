@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fliptrace.errors import InputError, StorageError, TraceMismatchError, TraceReadError
-from fliptrace.pair import Pair, diff_traces, load_pair, trace_pair
+from fliptrace.pair import Pair, diff_traces, load_pair, shrink_weights, trace_pair
 from fliptrace.pair.divergence import Divergence
 from fliptrace.pair.pair import require_new
 from fliptrace.verdicts import Outcome
@@ -256,3 +256,27 @@ def test_redacted_traces_of_two_recordings_are_not_called_different_prompts(trac
         with pytest.raises(TraceMismatchError, match=r"redacted.*not known") as caught:
             diff_traces(one / "reference.trace", other / "candidate.trace")
         assert "first differ" not in str(caught.value)
+
+
+def test_operands_and_the_engines_weights_tell_what_was_added(traced, engine, tmp_path):
+    """Only with --operands; a stored pair knows no weights until it is given them, and then the same."""
+    settings = {"until": "any", "attempts": 2, "max_new_tokens": 3}
+    assert all(grid.added is None for grid in traced(**settings).diff.grids.values())
+    pair = traced(**settings, operands=True)
+    grid = pair.diff.grids["prefill"]
+    shrinks = torch.tensor([kind == "shrink" for kind, _ in grid.rows])
+    differs = (grid.classes > 0) & shrinks[:, None]
+    assert differs.any()
+    assert torch.equal(~grid.added.isnan(), differs)
+    roots = grid.origins == 1
+    assert roots.any()
+    assert torch.equal(grid.inherited[roots], torch.zeros(int(roots.sum())))
+    assert torch.equal(grid.added[roots], grid.magnitudes[roots])
+    pair.save(tmp_path / "saved")
+    with load_pair(tmp_path / "saved") as stored:
+        assert stored.diff.grids["prefill"].added is None
+        stored.separate(shrink_weights(engine))
+        again = stored.diff.grids["prefill"]
+        assert torch.equal(again.added.nan_to_num(-1), grid.added.nan_to_num(-1))
+        with pytest.raises(InputError, match="not transposed"):
+            stored.separate({path: a.T for path, a in shrink_weights(engine).items()})

@@ -474,6 +474,38 @@ def test_elements_beyond_the_budget_are_the_least_telling(pairs):
     assert (kept.unique().shape[0]) == PAGE_ELEMENTS - 1
 
 
+def test_parts_of_a_difference_are_told_apart(pairs, chromium, opened, tmp_path):
+    """Where operands and weights were kept: the colour says which part is larger, the cell both."""
+    pair = pairs.make()
+    grid = pair.diff.grids["prefill"]
+    rows, columns = grid.classes.shape
+    inherited, added = (torch.full((rows, columns), torch.nan) for _ in range(2))
+    places = (grid.origins == 2).nonzero().tolist()[:2]
+    assert len(places) == 2
+    for (row, column), parts in zip(places, ((2e-5, 3e-8), (1e-9, 4e-8)), strict=True):
+        inherited[row, column], added[row, column] = parts
+    told = dataclasses.replace(grid, inherited=inherited, added=added)
+    diff = dataclasses.replace(pair.diff, grids={**pair.diff.grids, "prefill": told})
+    page = opened(
+        chromium, tmp_path, render_report(diff, pair.reference, pair.candidate, title="x")
+    )
+    redrawn(page, lambda: page.run("location.hash = 'colour=origin'"))
+    drawn = page.run("return document.getElementById('heatmap').data[1].z")
+    assert [drawn[row][column] for row, column in places] == [2, 1]
+    assert "accounts for more of the difference" in page.text("#key")
+    for (row, column), words in zip(places, (("0.00002", "3e-8"), ("1e-9", "4e-8")), strict=True):
+        redrawn(
+            page, lambda row=row, column=column: page.run(f"location.hash = 'cell={row}:{column}'")
+        )
+        text = page.text("#cell")
+        assert "Told apart, as operands and weights were kept" in text
+        assert all(word in text for word in words)
+    other = next(place for place in (grid.origins == 2).nonzero().tolist() if place not in places)
+    redrawn(page, lambda: page.run(f"location.hash = 'cell={other[0]}:{other[1]}'"))
+    assert "not separable" in page.text("#cell")
+    page.assert_quiet()
+
+
 def test_hostile_names_stay_text_in_an_open_cell(pairs, chromium, opened, tmp_path):
     """The site's path goes into the command as ASCII JSON, and nothing of it runs."""
     pair = pairs.hostile()

@@ -9,7 +9,7 @@ from fliptrace_kernels import parse_reduction
 from fliptrace_kernels.vllm_plugin.errors import PluginError
 from fliptrace_kernels.vllm_plugin.installation import install
 from fliptrace_kernels.vllm_plugin.settings import Settings
-from fliptrace_kernels.vllm_plugin.tap import tap_operator
+from fliptrace_kernels.vllm_plugin.tap import tap_operator, without_logits
 
 SHAPE = {"rows": 7, "size": 100, "rank": 8, "slices": 3, "adapters": 2}
 
@@ -67,3 +67,27 @@ def test_another_operator_is_refused(operators):
     operator = operators.define("(Tensor inputs) -> ()")
     with pytest.raises(PluginError, match="must take"):
         tap_operator(operator, operators.mark, print)
+
+
+def test_the_logits_are_not_shown(operators):
+    """Their shrink goes through the same operator, with requests for rows."""
+    operator = operators.define()
+
+    class Wrapper:
+        def add_lora_logits(self, fails=False):
+            call(operators, operator)
+            if fails:
+                raise RuntimeError("no memory")
+
+    own, shown = Wrapper.add_lora_logits, []
+    show, restore = without_logits(Wrapper, lambda *given: shown.append(given))
+    tap = tap_operator(operator, operators.mark, show)
+    Wrapper().add_lora_logits()
+    with pytest.raises(RuntimeError):
+        Wrapper().add_lora_logits(fails=True)
+    assert shown == []
+    call(operators, operator)
+    assert len(shown) == 1
+    tap.remove()
+    restore()
+    assert Wrapper.add_lora_logits is own

@@ -44,7 +44,9 @@ class Tap:
 def tap_shrinks(show: ShownShrink) -> Tap:
     """Show every dense LoRA shrink of this process to a function, right after it was launched.
 
-    Shrinks of no rows, and those that vLLM skips because no row has an adapter, are not shown.
+    Shrinks of no rows, and those that vLLM skips because no row has an adapter, are not shown; neither are those of the
+    logits, whose rows are requests and not tokens, and which run after a captured forward even where no adapter has
+    an lm_head.
 
     Raises:
         PluginError: this vLLM has no shrink that could be tapped.
@@ -60,8 +62,44 @@ def tap_shrinks(show: ShownShrink) -> Tap:
     if not current_platform.is_cuda():
         return _tap_cpu(show)
     from vllm.lora.ops.triton_ops import lora_shrink_op
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
-    return tap_operator(Operator(), lora_shrink_op._lora_shrink, show)
+    shown, restore = without_logits(PunicaWrapperGPU, show)
+    tap = tap_operator(Operator(), lora_shrink_op._lora_shrink, shown)
+
+    def remove() -> None:
+        tap.remove()
+        restore()
+
+    return Tap(tap.device_type, remove)
+
+
+def without_logits(wrapper: Any, show: ShownShrink) -> tuple[ShownShrink, Callable[[], None]]:
+    """Return a tap that looks away while a wrapper class adds the logits' LoRA, and what undoes that.
+
+    Args:
+        wrapper: class with vLLM's method ``add_lora_logits``.
+        show: the tap.
+    """
+    own = wrapper.add_lora_logits
+    depth = [0]
+
+    def add_lora_logits(*arguments: Any, **keywords: Any) -> Any:
+        depth[0] += 1
+        try:
+            return own(*arguments, **keywords)
+        finally:
+            depth[0] -= 1
+
+    def shown(x: Tensor, stacked: Sequence[Tensor], z: Any, mapping: Tensor) -> None:
+        if not depth[0]:
+            show(x, stacked, z, mapping)
+
+    def restore() -> None:
+        wrapper.add_lora_logits = own
+
+    wrapper.add_lora_logits = add_lora_logits
+    return shown, restore
 
 
 def tap_operator(operator: Operator, own: Callable[..., Any], show: ShownShrink) -> Tap:

@@ -28,7 +28,7 @@ from fliptrace.numerics import digest_rows
 
 _OTHERS = (
     "Recorded are LoRA shrinks and digests of their operands. Attention, base projections, expand, norms and logits "
-    "are not: a difference that enters there is reported as unlocated."
+    "are not, nor is a LoRA of lm_head: a difference that enters there is reported as unlocated."
 )
 
 

@@ -30,7 +30,7 @@ EXECUTED = [
     "errors.md",
 ]
 # vLLM's own; its parser is not here. `python -m fliptrace_kernels.bench` has its own below.
-OPTIONS_OF_OTHERS = {"--enable-lora", "--lora-modules"}
+OPTIONS_OF_OTHERS = {"--enable-lora", "--log", "--lora-modules", "--scope", "--user"}
 VOID = "cannot be reconstructed"
 
 

@@ -23,6 +23,25 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def every_llm_stays():
+    """Keep every LLM until the session ends: with the first that is collected vLLM destroys the process group of all."""
+    if not HAS_VLLM:
+        yield
+        return
+    import vllm
+
+    kept, own = [], vllm.LLM.__init__
+
+    def remember(llm, *arguments, **keywords):
+        own(llm, *arguments, **keywords)
+        kept.append(llm)
+
+    vllm.LLM.__init__ = remember
+    yield
+    vllm.LLM.__init__ = own
+
+
 @pytest.fixture(scope="session")
 def vllm_cpu():
     """vLLM on the CPU; skips without it."""

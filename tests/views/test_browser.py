@@ -317,6 +317,7 @@ def test_a_big_page_is_small_and_quick_enough(pairs, chromium, tmp_path):
     measured = (
         f"{len(text.encode()) / 1e6:.1f} MB, {page.seconds:.2f} s, load {os.getloadavg()[0]:.1f}"
     )
+    print(measured)  # noqa: T201 (shown by pytest -rP)
     assert page.seconds < 10, measured
     page.assert_quiet()
 

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def every_llm_stays():
-    """Keep every LLM until the session ends: with the first that is collected, vLLM destroys all others' process group."""
+    """Keep every LLM until the session ends: vLLM ends the process group of all with the first that is collected."""
     if not HAS_VLLM:
         yield
         return

@@ -151,7 +151,7 @@ class HostBuffers:
 class Replay:
     """Runs a computation over fixed addresses; on CUDA from the third time on as one captured graph.
 
-    Some fifty small launches a step cost more than the step's other records together. What the graph computes is
+    Some hundred small launches a step cost more than the step's other records together. What the graph computes is
     compared with the plain computation once, bit by bit, before it is used; where it cannot be captured or differs, the
     computation stays as it is.
     """
@@ -180,13 +180,15 @@ class Replay:
     def run(self) -> None:
         """Compute once more."""
         if self._graph is not None:
-            self._graph.replay()
+            with torch.cuda.device(self._result.device):
+                self._graph.replay()
             return
         self._compute()
         self._runs += 1
         if self._may_capture and self._runs >= self.PLAIN_RUNS:
             self._may_capture = False
-            self._capture()
+            with torch.cuda.device(self._result.device):
+                self._capture()
 
     def _capture(self) -> None:
         expected = self._result.clone()

@@ -360,7 +360,7 @@ class ArenaCapture:
                 Kind.SHRINK,
                 layout,
                 self._payload(host, "shrink", "cache"),
-                host.parts.shrinks,
+                host.parts.shrinks.clone(),
             ),
             Frame(
                 step,
@@ -382,7 +382,7 @@ class ArenaCapture:
                     Kind.CACHE,
                     self._layouts[Kind.CACHE],
                     self._payload(host, "cache", "operand"),
-                    host.parts.caches,
+                    host.parts.caches.clone(),
                 )
             )
         if self.keep_operands:

@@ -17,7 +17,9 @@ import torch
 from fliptrace import views
 from fliptrace.errors import InputError
 from fliptrace.numerics import CoordinateClass
+from fliptrace.sites import Site
 from fliptrace.views import boundary_figure, heatmap_figure, margin_figure
+from fliptrace.views.heatmap import row_tick
 from fliptrace.views.palette import CLASS_COLOURS
 from fliptrace.views.pooling import pool
 
@@ -227,3 +229,18 @@ def test_views_import_neither_plotly_nor_rich_by_themselves():
         env={"PYTHONPATH": ":".join(sys.path)},
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_slices_of_a_fused_projection_can_be_told_apart():
+    """Cut after 22 characters their whole names would all read the same."""
+    names = [
+        Site.from_path(f"model.layers.7.self_attn.qkv_proj[{part}]")
+        for part in ("q_proj", "k_proj", "v_proj")
+    ]
+    assert [row_tick("shrink", site) for site in names] == [
+        "7 [q_proj]",
+        "7 [k_proj]",
+        "7 [v_proj]",
+    ]
+    assert row_tick("shrink", Site.from_path("model.layers.7.mlp.up_proj")) == "7 mlp.up_proj"
+    assert "\x1b" not in row_tick("shrink", Site.from_path("model.layers.7.x[\x1bq]"))

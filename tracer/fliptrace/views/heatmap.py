@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from fliptrace.errors import InputError
 from fliptrace.numerics import CoordinateClass
 from fliptrace.views import palette
-from fliptrace.views.escaping import clipped, plotly_label
+from fliptrace.views.escaping import clipped, plotly_label, visible
 from fliptrace.views.pooling import Array, Cells, pool
 from fliptrace.views.wording import TokenNames, brief, row_label
 
@@ -300,9 +300,11 @@ def _layer(place: Site | int) -> int | None:
 
 
 def row_tick(kind: str, place: Site | int) -> str:
-    """Name a row in few characters: ``2 mlp.up_proj``."""
+    """Name a row in few characters: ``2 mlp.up_proj``; of a fused projection its slice, ``2 [q_proj]``."""
     if isinstance(place, int):
         return f"{place} {'K' if kind == 'key' else 'V'}"
+    if place.slice and place.layer is not None:
+        return visible(f"{place.layer} [{place.slice}]")
     return row_label(kind, place).removeprefix("layer ")
 
 

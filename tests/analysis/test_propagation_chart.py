@@ -14,6 +14,7 @@ from fliptrace.analysis.propagation_merge import MOST_NODES
 from fliptrace.analysis.propagation_places import laid_out
 from fliptrace.chart import NodeKind
 from fliptrace.numerics import CoordinateClass
+from fliptrace.pair import bundled_model, load_pair
 from fliptrace.trace import Kind
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
@@ -187,6 +188,14 @@ def test_many_steps_are_looked_at_in_part_and_said(kit):
     assert chart.steps_between == 200 - 16
     assert [(band.first, band.last) for band in chart.bands] == [(0, 0), (1, 198), (199, 199)]
     assert chart.bands[1].drawn == 14
+
+
+def test_only_steps_between_the_bands_count_as_passed_over():
+    """Steps looked at before the first band, as in the pair that ships, are none of those between."""
+    with load_pair(bundled_model().recorded_pair) as pair:
+        chart = pair.diff.propagation_chart
+    assert [(band.first, band.last) for band in chart.bands] == [(17, 17), (18, 18)]
+    assert chart.steps_between == 0
 
 
 def test_roots_beyond_the_budget_are_counted(kit):

@@ -261,7 +261,8 @@ def test_the_copied_command_runs(chromium, opened, tmp_path, name):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     code = "from fliptrace_interventions.command_line.trace_intervene import main; main()"
-    stands_for = f'trace-intervene() {{ "{sys.executable}" -c "{code}" "$@" --shams 0 --recipient reference --json; }}\n'
+    quick = "--shams 0 --recipient reference --json"
+    stands_for = f'trace-intervene() {{ "{sys.executable}" -c "{code}" "$@" {quick}; }}\n'
     if name == "a pair":
         done = subprocess.run(
             ["bash", "-c", stands_for + text],

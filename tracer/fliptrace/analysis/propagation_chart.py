@@ -66,7 +66,8 @@ def propagation_chart(
     merge.choose_grain()
     merge.merge(path)
     left_out = len(every) - len(ended) - sum(node[1] not in ("cached", "flip") for node in kept)
-    between = sum(bands[0].first <= step.step <= bands[-1].last for step in evidence) - len(steps)
+    passed = [step.step for step in evidence if step.step not in steps]
+    between = sum(bands[0].first <= step <= bands[-1].last for step in passed)
     return merge.chart(
         reaches_flip=reaches,
         left_out=left_out,

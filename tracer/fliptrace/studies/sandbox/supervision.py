@@ -63,7 +63,6 @@ def supervise(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/")},
         )
     except OSError as error:
         raise InputError(f"{command[0]} could not be started ({error})") from error
@@ -126,11 +125,10 @@ def _write(selector: selectors.BaseSelector, sink: IO[bytes], given: bytes) -> b
 
 
 def _end(child: subprocess.Popen[bytes], end: Callable[[], None]) -> None:
-    try:
-        end()
-    finally:
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+    # The client first: a container that floods a client that no longer reads cannot be removed.
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+    end()

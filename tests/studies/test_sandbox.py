@@ -22,7 +22,7 @@ from fliptrace.studies.programs import (
     program_of,
     with_tests,
 )
-from fliptrace.studies.sandbox import Limits, Status, open_sandbox
+from fliptrace.studies.sandbox import Limits, Status, cgroup, open_sandbox
 from fliptrace.studies.sandbox.bubblewrap import Bubblewrap
 from fliptrace.studies.sandbox.cgroup import Group
 from fliptrace.studies.sandbox.opening import BACKENDS
@@ -307,3 +307,44 @@ def test_programs_of_the_bundled_model_are_run_when_asked_for(sandbox, run_main,
         trace_study.main, "repeat", "--run-programs", "--device", "cpu", "--out", tmp_path / "x"
     )
     assert (refused.code, "--task mbpp:PATH" in refused.err) == (2, True)
+
+
+def test_the_second_version_of_control_groups(tmp_path, monkeypatch):
+    """The nearest group upwards that passes memory and pids on is taken, and a new one in it gets every limit.
+
+    Plain folders stand for the kernel's, as a machine has one version: what is tested is which files get which values.
+    """
+    scope = tmp_path / "user.slice" / "session.scope"
+    scope.mkdir(parents=True)
+    for folder, given in (
+        (tmp_path, "cpu memory pids"),
+        (scope.parent, "memory pids"),
+        (scope, ""),
+    ):
+        (folder / "cgroup.subtree_control").write_text(given)
+    monkeypatch.setattr(cgroup, "_mounts", lambda: {"": tmp_path})
+    monkeypatch.setattr(cgroup, "_own_groups", lambda: {"": "/user.slice/session.scope"})
+    found = cgroup.find_hierarchies()
+    assert (found.version, found.parents) == (2, {"": scope.parent})
+    make = Path.mkdir
+
+    def with_files(folder, *arguments, **options):
+        make(folder, *arguments, **options)
+        for name in ("memory.swap.max", "cpu.max"):
+            (folder / name).write_text("max")
+
+    monkeypatch.setattr(Path, "mkdir", with_files)
+    group = Group(found, Limits(cpus=0.5))
+    (folder,) = group.folders
+    written = {path.name: path.read_text() for path in folder.iterdir()}
+    assert written == {
+        "memory.max": str(256 * 2**20),
+        "memory.swap.max": "0",
+        "pids.max": "32",
+        "cpu.max": "50000 100000",
+    }
+    assert group.entrances == [str(folder / "cgroup.procs")]
+    for given in (tmp_path, scope.parent):
+        (given / "cgroup.subtree_control").write_text("cpu")
+    with pytest.raises(InputError, match="passes memory and pids on"):
+        cgroup.find_hierarchies()

@@ -124,7 +124,7 @@ def _text(prompt: Any, where: str) -> str:
         try:
             prompt = json.loads(prompt)
         except ValueError:
-            return prompt
+            return str(prompt)
     if isinstance(prompt, str):
         return prompt
     return _joined([(entry["role"], str(entry["content"])) for entry in prompt], where)

@@ -232,3 +232,32 @@ def test_a_large_pair_is_compared_quickly(kit):
     assert time.perf_counter() - start < 10
     share = diff.statistics.equal_operand_differing / diff.statistics.equal_operand_elements
     assert share == pytest.approx(0.6, abs=0.01)
+
+
+def test_a_row_that_the_root_cannot_have_reached_is_not_laid_at_its_door(kit):
+    """Records that feed one another differ in other rows: the way breaks, and the root of those rows is named."""
+    one = kit.make_trace()
+    up, down = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+    value = "model.layers.1.self_attn.v_proj"
+    # Two roots in one record; only row 3 goes on, row 1 ends in the projection.
+    other = changed(kit, one, 0, Kind.SHRINK, up, [(1, 1), (3, 1)])
+    other = changed(kit, other, 0, Kind.PROJECTION, up, [(1, 0), (3, 0)], 0)
+    for kind, key in (
+        (Kind.OPERAND, down),
+        (Kind.PROJECTION, down),
+        (Kind.OPERAND, value),
+        (Kind.PROJECTION, value),
+    ):
+        other = changed(kit, other, 0, kind, key, [(3, 0)], 0)
+    other = changed(kit, other, 0, Kind.CACHE, "cache.1", [(1, 3, 0, 0)], 3)
+    diff = compare(one, other)
+    assert diff.first_propagating.position == 1
+    _, chain, others, *_ = diff.propagation.sentences
+    assert chain == (
+        "layer-0 mlp.up_proj at token position 1 -> no recorded key or value of this step."
+    )
+    assert others == (
+        "No recorded way leads from there to 0 key and 1 value elements that differ in the prefill as well, from layer 1 "
+        "on (at position 3 of it): the first root from which one leads to keys or values is layer-0 mlp.up_proj at token "
+        "position 3."
+    )

@@ -26,6 +26,7 @@ from fliptrace.analysis.differing_records import (
     differing_records,
 )
 from fliptrace.analysis.evidence import StepEvidence
+from fliptrace.analysis.reach import Flow, Reach, rows_leading_to
 from fliptrace.analysis.roles import Role, role_of
 from fliptrace.errors import InputError
 from fliptrace.numerics import CoordinateClass
@@ -55,7 +56,8 @@ def propagation_graph(reference: Trace, candidate: Trace, diff: PairDiff) -> Any
     Returns:
         A networkx.DiGraph. Nodes are (step, record, site key or layer) with the attributes ``name``, ``step``,
         ``layer``, ``record`` (operand, shrink, projection, key, value, cached, logits or flip), ``coordinate_class``
-        (its label), ``magnitude`` (largest |difference|, None for digests) and ``positions`` (absolute positions).
+        (its label), ``magnitude`` (largest |difference|, None for digests), ``positions`` (absolute positions) and
+        ``rows`` (which rows of the step differ, bool [T]); edges have a ``flow``: see fliptrace.analysis.reach.
 
     Raises:
         TraceMismatchError: the traces cannot be compared.
@@ -109,9 +111,11 @@ def build_graph(
             coordinate_class="",
             magnitude=None,
             positions=(),
+            rows=ONE_ROW,
         )
-        if (flip.step, "logits", 0) in graph:
-            graph.add_edge((flip.step, "logits", 0), node)
+        logits: Node = (flip.step, "logits", 0)
+        if logits in graph:
+            graph.add_edge(logits, node, flow=Flow(graph.nodes[logits]["rows"], mixes=False))
     return graph
 
 
@@ -129,14 +133,13 @@ class _StepFlow:
         self._step = step
         self._records = records
         self._cached = cached
-        self._stream: list[
-            DifferingRecord
-        ] = []  # the last writers of the residual stream that differ
+        # The last writers of the residual stream that differ, each with the rows that it wrote last.
+        self._stream: list[tuple[DifferingRecord, Tensor]] = []
         self._places = {key: number for number, key in enumerate(step.keys)}
         self._operand_known = step.operand.known.any(dim=1).tolist()
         self._projection_known = step.projection.known.any(dim=1).tolist()
         for record in records.values():
-            graph.add_node(record.node, **record.attributes)
+            graph.add_node(record.node, **record.attributes, rows=record.rows)
 
     def connect(self) -> None:
         """Add the edges, layer by layer."""
@@ -149,13 +152,13 @@ class _StepFlow:
             self._connect_layer(layer, [site for site in sites if site.layer == layer])
         logits = self._records.get((self._step.step, "logits", 0))
         if logits is not None:
-            self._link(self._stream, logits, mixes=False)
+            self._link_stream(logits)
 
     def _connect_layer(self, layer: int | None, sites: list[Site]) -> None:
         roles = {site: role_of(site) for site in sites}
         inputs = [site for site in sites if roles[site] in ATTENTION_INPUTS]
         outputs = [site for site in sites if roles[site] is Role.ATTENTION_OUT]
-        attention = [self._connect_site(site, self._stream) for site in inputs]
+        attention = [self._connect_site(site, None) for site in inputs]
         if layer is not None:
             sources = self._connect_cache(layer, inputs)
             sources += [
@@ -167,15 +170,14 @@ class _StepFlow:
         expanded = [
             record
             for site in sites
-            if roles[site] is Role.MLP_IN
-            and (record := self._connect_site(site, self._stream)) is not None
+            if roles[site] is Role.MLP_IN and (record := self._connect_site(site, None)) is not None
         ]
         self._close_block(
             [site for site in sites if roles[site] is Role.MLP_OUT], expanded, mixes=False
         )
         for site in sites:
             if roles[site] is Role.OTHER:
-                record = self._connect_site(site, self._stream)
+                record = self._connect_site(site, None)
                 self._write([] if record is None else [record], inherited=True)
 
     def _connect_cache(self, layer: int, inputs: list[Site]) -> list[DifferingRecord]:
@@ -191,7 +193,9 @@ class _StepFlow:
             if not makers:
                 sources = [self._records.get((step, "operand", site.path)) for site in inputs]
             known = [source for source in sources if source is not None]
-            self._link(known or ([] if inputs else self._stream), record, mixes=False)
+            if not known and not inputs:
+                self._link_stream(record)
+            self._link(known, record, mixes=False)
             found.append(record)
         if layer in self._cached:
             found.append(self._cached[layer])
@@ -211,15 +215,28 @@ class _StepFlow:
                 self._write([record], inherited=operand is not None)
 
     def _write(self, records: list[DifferingRecord], *, inherited: bool) -> None:
-        """Note new writers of the stream; one that inherits the stream's difference stands for it from then on."""
+        """Note new writers of the stream; rows that inherit the stream's difference stand for it from then on."""
         if not records:
             return
-        self._stream = records if inherited else [*self._stream, *records]
+        if inherited:
+            taken = torch.stack([record.rows for record in records]).any(dim=0)
+            self._stream = [
+                (record, rows & ~taken)
+                for record, rows in self._stream
+                if bool((rows & ~taken).any())
+            ]
+        self._stream += [(record, record.rows) for record in records]
 
     def _connect_site(
-        self, site: Site, sources: list[DifferingRecord], *, mixes: bool = False
+        self, site: Site, sources: list[DifferingRecord] | None, *, mixes: bool = False
     ) -> DifferingRecord | None:
-        """Lead into a site and through it; return the last of its records that differs and leaves it."""
+        """Lead into a site and through it; return the last of its records that differs and leaves it.
+
+        Args:
+            site: the site.
+            sources: what it reads; None for the residual stream.
+            mixes: it reads through attention.
+        """
         step = self._step.step
         operand, shrink, projection = (
             self._records.get((step, name, site.path))
@@ -229,7 +246,11 @@ class _StepFlow:
         recorded = self._operand_known[number]
         entries = [operand] if operand else [] if recorded else [shrink, projection]
         for entry in entries:
-            if entry is not None:
+            if entry is None:
+                continue
+            if sources is None:
+                self._link_stream(entry)
+            else:
                 self._link(sources, entry, mixes=mixes)
         if operand is not None:
             for target in (shrink, projection):
@@ -245,8 +266,17 @@ class _StepFlow:
         self, sources: Iterable[DifferingRecord], target: DifferingRecord, *, mixes: bool
     ) -> None:
         for source in sources:
-            if source.node[1] == "cached" or _reaches(source.rows, target.rows, mixes):
-                self._graph.add_edge(source.node, target.node)
+            self._lead(source, source.rows, target, mixes=mixes)
+
+    def _link_stream(self, target: DifferingRecord) -> None:
+        for source, rows in self._stream:
+            self._lead(source, rows, target, mixes=False)
+
+    def _lead(
+        self, source: DifferingRecord, rows: Tensor, target: DifferingRecord, *, mixes: bool
+    ) -> None:
+        if source.node[1] == "cached" or _reaches(rows, target.rows, mixes):
+            self._graph.add_edge(source.node, target.node, flow=Flow(rows, mixes))
 
     def cached_after(self, records: dict[Node, DifferingRecord]) -> dict[int, DifferingRecord]:
         """Return, and add to the graph, what the caches hold when the next step begins."""
@@ -272,13 +302,15 @@ class _StepFlow:
                 "positions": (),
             }
             after[layer] = DifferingRecord(node, ONE_ROW, attributes)
-            self._graph.add_node(node, **attributes)
+            self._graph.add_node(node, **attributes, rows=ONE_ROW)
             sources = [
                 *written.get(layer, ()),
                 *([self._cached[layer]] if layer in self._cached else []),
             ]
             self._graph.add_edges_from(
-                (source.node, node) for source in sources if source.node in self._graph
+                (source.node, node, {"flow": Flow(source.rows, mixes=False)})
+                for source in sources
+                if source.node in self._graph
             )
         return after
 
@@ -322,28 +354,35 @@ def first_record(
     return after[0].node if after else None
 
 
+def rows_of_start(evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot) -> Tensor:
+    """Return the row at which a difference entered, bool [T]; every row where it is not known."""
+    step = next(one for one in evidence if one.step == start.step)
+    rows = torch.full((step.rows,), start.position < 0)
+    if start.position >= 0:
+        rows[start.position - step.first_position] = True
+    return rows
+
+
 def path_to_flip(
     evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot, flip: Flip
 ) -> Path:
-    """Find a shortest path from a record to the flip; None without one.
+    """Find a shortest path from the row at which a difference entered to the flip; None without one.
 
     The steps of source and flip with the cache between them nearly always hold one. Only when they do not, although the
     source did reach the cache, are all steps searched.
     """
-    import networkx as nx
-
     source = first_record(evidence, start)
     if source is None:
         return None
-    target = (flip.step, "flip", 0)
     for steps in ((source[0], flip.step), None):
         graph = build_graph(evidence, flip, steps)
         if source not in graph:
             return None
-        if nx.has_path(graph, source, target):
-            nodes = nx.shortest_path(graph, source, target)
+        reach = Reach(graph, {source: rows_of_start(evidence, start)})
+        nodes = reach.way_to((flip.step, "flip", 0))
+        if nodes:
             return tuple((node, graph.nodes[node]["name"]) for node in nodes)
-        if not any(node[1] == "cached" for node in nx.descendants(graph, source)):
+        if not any(node[1] == "cached" for node in reach.nodes):
             return None
     return None
 
@@ -351,15 +390,47 @@ def path_to_flip(
 def first_that_reaches(
     evidence: Sequence[StepEvidence], roots: Sequence[RowDifference], flip: Flip
 ) -> tuple[RowDifference | None, Path]:
-    """Return the first root from which differing records lead to the flip, with a shortest path; None twice without."""
-    import networkx as nx
-
+    """Return the first root from which differing rows lead to the flip, with a shortest path; None twice without."""
     graph = build_graph(evidence, flip)
-    target = (flip.step, "flip", 0)
-    ancestors = nx.ancestors(graph, target)
+    target: Node = (flip.step, "flip", 0)
+    leading = rows_leading_to(graph, target)
     for root in roots:
         source = first_record(evidence, root)
-        if leaves_projection(root) and source in ancestors:
-            nodes = nx.shortest_path(graph, source, target)
+        if source is None or source not in leading or not leaves_projection(root):
+            continue
+        rows = rows_of_start(evidence, root)
+        if bool((leading[source] & rows).any()):
+            nodes = Reach(graph, {source: rows}).way_to(target)
             return root, tuple((node, graph.nodes[node]["name"]) for node in nodes)
     return None, None
+
+
+def rows_reached(
+    evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
+) -> dict[Node, Tensor]:
+    """Return the differing rows of the start's own step that its difference can have got to, by record."""
+    source = first_record(evidence, start)
+    graph = build_graph(evidence, None, (start.step,))
+    if source is None or source not in graph:
+        return {}
+    reach = Reach(graph, {source: rows_of_start(evidence, start)})
+    return {node: reach.rows(node) for node in reach.nodes if node[0] == start.step}
+
+
+def first_that_spreads(
+    evidence: Sequence[StepEvidence],
+    start: RowDifference | ForeignRoot,
+    roots: Sequence[RowDifference],
+) -> RowDifference | None:
+    """Return the first other root of the start's step from which rows lead to keys or values of that step."""
+    graph = build_graph(evidence, None, (start.step,))
+    for root in roots:
+        if root.step != start.step or root == start or not leaves_projection(root):
+            continue
+        source = first_record(evidence, root)
+        if source is None or source not in graph:
+            continue
+        reach = Reach(graph, {source: rows_of_start(evidence, root)})
+        if any(node[0] == start.step and node[1] in ("key", "value") for node in reach.nodes):
+            return root
+    return None

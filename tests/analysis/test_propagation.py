@@ -257,7 +257,7 @@ def test_a_row_that_the_root_cannot_have_reached_is_not_laid_at_its_door(kit):
         "layer-0 mlp.up_proj at token position 1 -> no recorded key or value of this step."
     )
     assert others == (
-        "No recorded way leads from there to 0 key and 1 value elements that differ in the prefill as well, from layer 1 "
-        "on (at position 3 of it): the first root from which one leads to keys or values is layer-0 mlp.up_proj at token "
-        "position 3."
+        "No recorded way leads from there to 0 key and 1 value elements that differ in the prefill as well, from "
+        "layer 1 on (at position 3 of it): the first root from which one leads to keys or values is layer-0 "
+        "mlp.up_proj at token position 3."
     )

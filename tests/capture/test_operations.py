@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fliptrace.analysis import compare
-from fliptrace.capture.transformers_engine import TransformersEngine, load_model
 from fliptrace.capture.digest_batch import DigestBatch
+from fliptrace.capture.transformers_engine import TransformersEngine, load_model
 from fliptrace.capture.transformers_engine.operations import token_dimension
 from fliptrace.numerics.digest import (
     combine_digests,

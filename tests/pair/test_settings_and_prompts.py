@@ -213,12 +213,15 @@ def test_public_names():
         "attach",
         "bundled_model",
         "compare",
+        "compare_executions",
         "diff_traces",
         "encode_prompt",
         "load_engine",
         "load_pair",
         "open_trace",
+        "prepare_watch",
         "trace_pair",
+        "watch",
     ]
     for module in (fliptrace, fliptrace.pair):
         assert sorted(module.__all__) == module.__all__

@@ -103,7 +103,7 @@ def test_a_pair_without_interventions_has_no_section(pairs):
     text = page(pair, None)
     assert 'id="interventions"' not in text
     assert "takes an intervention" in text
-    assert "no: no intervention was run" in text[: text.index("<main>")]
+    assert "not tested: no intervention was run" in text[: text.index("<main>")]
     assert document(pair, None)["interventions"] is None
 
 

@@ -21,6 +21,7 @@ from fliptrace.views import (
     report_schema,
     tell_story,
 )
+from fliptrace.views.texts import pair_texts
 
 NO_ROOTS = {"first_surviving": None, "first_propagating": None, "roots": (), "root_rows": 0}
 
@@ -161,20 +162,45 @@ def test_an_interrupted_recording_is_said_first(pairs):
 
 
 def test_the_first_screen_says_whether_it_was_proven(pairs):
-    """Without a flip there is nothing to prove; a start from which nothing leads to the flip is not left alone."""
+    """Untested is said to be so; a start from which nothing leads to the flip is not left alone."""
 
     def facts(pair):
         return render_report(pair.diff, pair.reference, pair.candidate, title="x").partition(
             "<main>"
         )[0]
 
-    assert "nothing to prove: no token flipped" in facts(pairs.make(Outcome.SURVIVING))
-    assert "no: no intervention was run" in facts(pairs.make(Outcome.TOKEN))
+    assert "not tested: no intervention was run" in facts(pairs.make(Outcome.SURVIVING))
+    assert "not tested: no intervention was run" in facts(pairs.make(Outcome.TOKEN))
     assert "no chain of differences" not in facts(pairs.make(Outcome.TOKEN))
     cut = dataclasses.replace(pairs.make().diff.propagation, reaches_flip=False)
     assert "; no chain of differences leads from there to the flip" in facts(
         pairs.make(propagation=cut)
     )
+    leading = dataclasses.replace(pairs.make().diff.first_surviving, step=3, position=9)
+    shown = facts(pairs.make(propagation=dataclasses.replace(cut, leading=leading)))
+    start = shown[shown.index("Where it started") :]
+    assert start.index("step 3, token position 9") < start.index("does not lead to the flip")
+
+
+def test_what_one_execution_alone_went_on_to_say_is_no_flip(pairs):
+    """An execution that was cut short shares the compared steps' text; what follows is the other's alone."""
+    pair = pairs.make(Outcome.SURVIVING)
+    pieces = tuple(f" {number}" for number in range(30))
+    pair.reference.source.closing = dataclasses.replace(
+        pair.reference.closing, piece_texts=pieces, text="".join(pieces)
+    )
+    pair.candidate.source.closing = dataclasses.replace(
+        pair.candidate.closing, piece_texts=(), text=""
+    )
+    coverage = dataclasses.replace(pair.diff.coverage, steps_compared=24)
+    diff = dataclasses.replace(pair.diff, coverage=coverage)
+    texts = pair_texts(diff, pair.reference, pair.candidate)
+    assert texts.common == "".join(pieces[:24])
+    assert [(one.token, one.rest) for one in texts.continuations] == [
+        ("", "".join(pieces[24:])),
+        ("", ""),
+    ]
+    assert texts.parts == "after the 24 compared steps"
 
 
 def test_missing_records_are_no_differences_after_rounding(pairs):

@@ -137,7 +137,10 @@ def test_nothing_is_claimed_of_traces_that_no_search_links(pairs, before, after)
     text = told(with_manifests(pairs.make(Outcome.IDENTICAL), before, after))
     assert "Search:" not in text
     assert "2 runs, repeatable in 2 runs, not proof of determinism" in text
-    assert "Repeatable in 2 runs is one comparison: at 95% confidence up to 95%" in text
+    assert (
+        "Repeatable in 2 runs is one comparison, which says little: at 95% confidence up to 95%"
+        in text
+    )
     assert "None" not in text
 
 

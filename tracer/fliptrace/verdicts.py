@@ -233,6 +233,7 @@ class PropagationSummary:
         path: the records of one shortest path to the flip, as names: from the root, or, where it does not reach the
             flip, from the first root that does.
         separable: False where operands were kept as digests only, so that "added here" cannot be told from "inherited".
+        leading: the first root whose rows lead to the flip, where those of the root that is followed do not.
     """
 
     sentences: tuple[str, ...]
@@ -240,6 +241,7 @@ class PropagationSummary:
     reaches_flip: bool | None
     path: tuple[str, ...]
     separable: bool
+    leading: RowDifference | None = None
 
 
 #: What Coverage.not_observed says where a trace was compared with itself.

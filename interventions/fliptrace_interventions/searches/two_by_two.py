@@ -69,7 +69,10 @@ _THIRD = (
     "that neither chose"
 )
 _PAST = "the past decided: the token follows the incoming cache, whoever's shrinks the step gets"
-_PRESENT = "the present decided: the token follows the shrinks of the step itself, whoever's cache comes in"
+_PRESENT = (
+    "the present decided: the token follows the step's shrinks as recorded, which carry what came through the cache "
+    "into them, whoever's cache comes in beside them"
+)
 _EITHER = (
     "either is enough to leave the reference's token: the candidate's cache alone, and the candidate's shrinks of the "
     "step alone; seen from the candidate, both must be the reference's to return to it"

@@ -70,6 +70,7 @@ def summarise(
     if reached:
         sentences.append(_persistence(start.step, reached[0].layer, evidence[-1].step))
     reaches = None if flip is None else path is not None
+    later: RowDifference | None = None
     if flip is not None and path is None:
         later, path = first_that_reaches(evidence, roots, flip)
         sentences.append(_lost_sentence(later))
@@ -78,7 +79,12 @@ def summarise(
             "Operands were kept as digests only, so that what a later shrink adds cannot be told from what it inherits."
         )
     return PropagationSummary(
-        tuple(one for one in sentences if one), nodes, reaches, _names(path or ()), separable
+        tuple(one for one in sentences if one),
+        nodes,
+        reaches,
+        _names(path or ()),
+        separable,
+        later,
     )
 
 

@@ -57,7 +57,10 @@ def started_elsewhere(diff: PairDiff) -> str:
     foreign = diff.foreign_root
     if foreign is None or not foreign.precedes(_lead(diff)):
         return ""
-    return f"{_place(foreign)}, {wording.step_name(foreign.step)}: not a shrink"
+    where = f"{_place(foreign)}, {wording.step_name(foreign.step)}"
+    if diff.coverage.missing:
+        return f"{where}: seen there first; records without a partner in the other trace were not compared"
+    return f"{where}: not a shrink"
 
 
 def _place(foreign: ForeignRoot) -> str:

@@ -209,9 +209,14 @@ def _facts(
     if row is not None:
         variant = f": a {row.origin}, no root" if row.origin is not Origin.ROOT else ""
         shrink = f"{wording.row_place(row, tokens)}{variant}"
+    first = started_elsewhere(diff) or shrink
+    leading = diff.propagation.leading if diff.propagation is not None else None
     led = diff.propagation is None or diff.propagation.reaches_flip is not False
-    nowhere = "" if led else "; no chain of differences leads from there to the flip"
-    facts.append(("Where it started", (started_elsewhere(diff) or shrink) + nowhere))
+    if leading is not None:
+        first = f"{wording.row_place(leading, tokens)}; an earlier one, in {first}, does not lead to the flip"
+    elif not led:
+        first += "; no chain of differences leads from there to the flip"
+    facts.append(("Where it started", first))
     facts.append(("Keys and values", cache_gist(diff)))
     gaps = len(diff.coverage.not_observed) + len(diff.coverage.missing)
     facts.append(("Was it proven?", _proven(diff, interventions)))
@@ -220,7 +225,9 @@ def _facts(
     facts.append(
         (
             "What was not covered",
-            f"{wording.count(gaps, 'thing')}, listed below" if gaps else "see below",
+            f"{wording.count(gaps, 'thing')}, listed below"
+            if gaps
+            else "nothing that was meant to be recorded; see below",
         )
     )
     return facts
@@ -238,9 +245,9 @@ def _proven(diff: PairDiff, interventions: InterventionReport | None) -> str:
         gist = interventions_gist(interventions)
         enough = interventions.judgement is Judgement.SUFFICIENT
         return f"yes, enough by itself: {gist}" if enough else f"no: {gist}"
-    if diff.flip is None:
-        return "nothing to prove: no token flipped"
-    return "no: no intervention was run"
+    if diff.outcome is Outcome.IDENTICAL:
+        return "nothing to prove: nothing differs"
+    return "not tested: no intervention was run"
 
 
 def _short_token(token: TokenLogit) -> str:

@@ -53,8 +53,8 @@ def propagation_figure(diff: PairDiff) -> go.Figure:
     """Draw the differing records that lead from the roots to the flip.
 
     Columns are execution order within a step, rows are steps: the first root's, those between, the flip's. Squares are
-    projections, hexagons keys and values; an outline marks a node that adds a difference of its own, and larger nodes
-    have larger differences. A shortest way from the first root to the flip is bold.
+    projections, hexagons keys and values, pentagons both; an outline marks a node that adds a difference of its own,
+    and larger nodes have larger differences. A shortest way from the first root to the flip is bold.
 
     Args:
         diff: what was found.

@@ -231,6 +231,8 @@ def bound_sentence(diff: PairDiff, search: Search | None) -> str:
     else:
         what, doubt = f"The same tokens in {runs:,} runs", "choose another token"
     compared = (
-        "one comparison" if comparisons == 1 else f"{comparisons:,} comparisons with the reference"
+        "one comparison, which says little"
+        if comparisons == 1
+        else f"{comparisons:,} comparisons with the reference"
     )
     return f"{what} is {compared}: at 95% confidence up to {100 * bound:.3g}% of further runs could still {doubt}."

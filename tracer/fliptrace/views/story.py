@@ -286,7 +286,7 @@ def _propagation(diff: PairDiff) -> tuple[str, ...]:
         sentences.append(
             "A path of differing records leads from the root to the logits of the flip."
             if propagation.reaches_flip
-            else "No unbroken path of recorded differences leads from the root to the flip's logits."
+            else "No unbroken path of recorded differences leads from this root to the flip's logits."
         )
     return tuple(sentences)
 

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fliptrace.capture.engine import Observer
 from fliptrace.capture.digest_batch import DigestBatch, Part
+from fliptrace.capture.engine import Observer
 from fliptrace.capture.transformers_engine.shrink_module import Shrink
 from fliptrace.numerics.digest import digest_rows, mix_words, position_terms
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import plotly.offline
@@ -21,7 +22,7 @@ from fliptrace.views import heatmap, palette, templating, wording
 from fliptrace.views.boundary import boundary_figure
 from fliptrace.views.cells import kind_choices, page_cells, phase_data
 from fliptrace.views.document import SCHEMA_VERSION
-from fliptrace.views.escaping import quoted, shown, visible
+from fliptrace.views.escaping import clipped, quoted, shown, visible
 from fliptrace.views.interventions_page import figures, section
 from fliptrace.views.interventions_words import gaps as interventions_gaps
 from fliptrace.views.interventions_words import gist as interventions_gist
@@ -59,6 +60,8 @@ GAPS_LISTED = 1000
 _STYLE_ID = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
 _LEAD = ("flip", "root", "interventions", "cache", "propagation", "statistics")
 _CLOSING = ("coverage", "doubts")
+#: Gaps that the first screen names, and how much of each.
+_GAPS_NAMED, _GAP = 2, 64
 #: Why what an inherited shrink adds has no figure, by whether operands were kept whole.
 _SEPARABLE = {
     True: "the adapter's weights are not in a trace",
@@ -218,19 +221,21 @@ def _facts(
         first += "; no chain of differences leads from there to the flip"
     facts.append(("Where it started", first))
     facts.append(("Keys and values", cache_gist(diff)))
-    gaps = len(diff.coverage.not_observed) + len(diff.coverage.missing)
     facts.append(("Was it proven?", _proven(diff, interventions)))
+    gaps = [*diff.coverage.missing, *diff.coverage.not_observed]
     if interventions is not None:
-        gaps += len(interventions_gaps(interventions))
-    facts.append(
-        (
-            "What was not covered",
-            f"{wording.count(gaps, 'thing')}, listed below"
-            if gaps
-            else "nothing that was meant to be recorded; see below",
-        )
-    )
+        gaps += interventions_gaps(interventions)
+    facts.append(("What was not covered", _gaps_gist(gaps)))
     return facts
+
+
+def _gaps_gist(gaps: Sequence[str]) -> str:
+    """Name the first gaps and count the others."""
+    if not gaps:
+        return "nothing that was meant to be recorded; see below"
+    named = "; ".join(clipped(gap, _GAP) for gap in gaps[:_GAPS_NAMED])
+    more = len(gaps) - _GAPS_NAMED
+    return f"{named}; {more:,} more listed below" if more > 0 else f"{named}; see below"
 
 
 def _unflipped(diff: PairDiff) -> str:

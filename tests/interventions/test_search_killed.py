@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -17,9 +16,12 @@ SCRIPT = Path(__file__).parent / "search_until_killed.py"
 KILLS, SHAMS, RUNS = 3, 0, 60
 
 
-def without_effort(story):
-    """Leave out what depends on the sitting."""
-    return dataclasses.replace(story, seconds=0.0, forwards=0).to_json()
+def without_effort(value):
+    """Leave out what depends on the sitting: time, and what an unedited arm could share with another one."""
+    if isinstance(value, dict):
+        effort = ("seconds", "forwards", "stopped_early_at")
+        return {key: without_effort(one) for key, one in value.items() if key not in effort}
+    return [without_effort(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def test_a_killed_search_goes_on(tmp_path, model_folders, planted):
@@ -36,7 +38,7 @@ def test_a_killed_search_goes_on(tmp_path, model_folders, planted):
     found = Investigation.from_json(json.loads(out.read_text("utf-8")))
     bench = Workbench(plant.pair, plant.engine, shams=SHAMS)
     undisturbed = investigate(bench, budget=Budget(runs=RUNS))
-    assert without_effort(found) == without_effort(undisturbed)
+    assert without_effort(found.to_json()) == without_effort(undisturbed.to_json())
     lines = journal.read_text("utf-8").splitlines()
     keys = [json.loads(line.split(" ", 1)[1])[0] for line in lines if not line.endswith('["torn')]
     assert len(keys) == len(set(keys))

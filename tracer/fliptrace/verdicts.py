@@ -233,7 +233,8 @@ class PropagationSummary:
         path: the records of one shortest path to the flip, as names: from the root, or, where it does not reach the
             flip, from the first root that does.
         separable: False where operands were kept as digests only, so that "added here" cannot be told from "inherited".
-        leading: the first root whose rows lead to the flip, where those of the root that is followed do not.
+        leading: the first root whose rows lead to the flip, or without a flip to keys or values of that step, where
+            those of the root that is followed do not.
     """
 
     sentences: tuple[str, ...]

@@ -8,61 +8,25 @@ from typing import Annotated
 
 import typer
 
-from fliptrace.command_line.options import (
-    PROMPT,
-    DebugOption,
-    DtypeName,
-    EngineName,
-    QuietOption,
-    VersionOption,
-)
-from fliptrace.command_line.study_options import (
-    STUDY,
-    AdapterOption,
-    AttentionOption,
-    BudgetOption,
-    ConfigOption,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    FolderOption,
-    ModelOption,
-    NoTemplateOption,
-    PromptSeedOption,
-    PromptsOption,
-    RayOption,
-    RayWorkersOption,
-    ReductionsOption,
-    SeedOption,
-    SelectOption,
-    SummaryJsonOption,
-    TaskOption,
-    ThreadsOption,
-    model_settings,
+from fliptrace.command_line.options import PROMPT
+from fliptrace.command_line.parameters import with_groups
+from fliptrace.command_line.study_options import STUDY, ReductionsOption, SeedOption, TaskOption
+from fliptrace.command_line.study_parameters import (
+    ModelParameters,
+    RowParameters,
+    RunParameters,
     run_and_show,
-    selection_of,
 )
 from fliptrace.command_line.trace_study import run_study_command
-from fliptrace.command_line.vllm_arguments import VllmArgumentOption
 from fliptrace.errors import InputError
 
 
+@with_groups
 def fragility(
     *,
-    out: FolderOption,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = DtypeName.AUTO,
-    attention: AttentionOption = "sdpa",
-    vllm_argument: VllmArgumentOption = None,
-    threads: ThreadsOption = 1,
+    model: ModelParameters,
     task: TaskOption = "bundled",
-    select: SelectOption = None,
-    prompts: PromptsOption = None,
-    prompt_seed: PromptSeedOption = 0,
-    no_chat_template: NoTemplateOption = False,
+    rows: RowParameters,
     trace: Annotated[
         list[Path] | None,
         typer.Option(
@@ -122,14 +86,7 @@ def fragility(
             rich_help_panel=STUDY,
         ),
     ] = None,
-    budget_minutes: BudgetOption = None,
-    ray: RayOption = None,
-    ray_workers: RayWorkersOption = None,
-    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
-    as_json: SummaryJsonOption = False,
-    quiet: QuietOption = False,
-    debug: DebugOption = False,  # noqa: ARG001 (read by run)
-    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+    run_options: RunParameters,
 ) -> int:
     """Estimate how probably a fresh execution chooses other tokens, per step and prompt, from one execution.
 
@@ -141,19 +98,9 @@ def fragility(
     from fliptrace_interventions.fragility import FragilityOptions, FragilityStudy, gathered
 
     study = FragilityStudy(
-        model=model_settings(
-            model,
-            adapter,
-            engine,
-            device,
-            dtype,
-            attention,
-            threads,
-            no_chat_template,
-            vllm_argument,
-        ),
+        model=model.settings(),
         task=task,
-        selection=selection_of(select, prompts, prompt_seed, 20),
+        selection=rows.selection(20),
         reductions=tuple(reduction or ["atomic:8"]),
         options=FragilityOptions(replays, executions, reach),
         observed=observed,
@@ -162,16 +109,7 @@ def fragility(
         traces=tuple(map(str, trace or ())),
         shard=_shard(shard),
     )
-    return run_and_show(
-        study,
-        out,
-        budget_minutes=budget_minutes,
-        ray=ray,
-        ray_workers=ray_workers,
-        as_json=as_json,
-        quiet=quiet,
-        executor=gathered(gather) if gather else None,
-    )
+    return run_and_show(study, run_options, executor=gathered(gather) if gather else None)
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -66,11 +66,11 @@ def summarise(
     reached, others = _caches(evidence, start)
     sentences.append(_chain_sentence(start, flip, reached, path))
     spreading = first_that_spreads(evidence, start, roots) if others else None
+    later = spreading if flip is None and not reached else None
     sentences.append(_others_sentence(start, others, spreading))
     if reached:
         sentences.append(_persistence(start.step, reached[0].layer, evidence[-1].step))
     reaches = None if flip is None else path is not None
-    later: RowDifference | None = None
     if flip is not None and path is None:
         later, path = first_that_reaches(evidence, roots, flip)
         sentences.append(_lost_sentence(later))

@@ -6,41 +6,25 @@ from typing import Annotated
 
 import typer
 
-from fliptrace.command_line.options import (
-    MODEL,
-    DebugOption,
-    DtypeName,
-    EngineName,
-    QuietOption,
-    VersionOption,
-)
-from fliptrace.command_line.study_batch import (
-    BackendOption,
-    BatchedTokensOption,
-    CacheOption,
-    EnginePythonOption,
-    LengthOption,
-    ModeOption,
-    ScratchOption,
-    StartOption,
-)
+from fliptrace.command_line.options import MODEL, DtypeName, EngineName
+from fliptrace.command_line.parameters import with_groups
 from fliptrace.command_line.study_options import (
     STUDY,
-    BudgetOption,
-    ConfigOption,
     DtypeOption,
     EngineOption,
-    FolderOption,
     ModelOption,
     ReductionsOption,
-    SummaryJsonOption,
+)
+from fliptrace.command_line.study_parameters import (
+    EngineParameters,
+    SittingParameters,
     run_and_show,
 )
 
 
+@with_groups
 def latency(
     *,
-    out: FolderOption,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -68,14 +52,7 @@ def latency(
     ] = None,
     engine: EngineOption = EngineName.AUTO,
     dtype: DtypeOption = DtypeName.AUTO,
-    mode: ModeOption = "auto",
-    attention_backend: BackendOption = "",
-    cache_gib: CacheOption = 2.0,
-    max_model_len: LengthOption = None,
-    max_num_batched_tokens: BatchedTokensOption = 8192,
-    engine_python: EnginePythonOption = None,
-    scratch: ScratchOption = None,
-    start_seconds: StartOption = 300.0,
+    engines: EngineParameters,
     reduction: ReductionsOption = None,
     batch_invariant: Annotated[
         list[str] | None,
@@ -127,12 +104,7 @@ def latency(
             rich_help_panel=STUDY,
         ),
     ] = None,
-    budget_minutes: BudgetOption = None,
-    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
-    as_json: SummaryJsonOption = False,
-    quiet: QuietOption = False,
-    debug: DebugOption = False,  # noqa: ARG001 (read by run)
-    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+    run: SittingParameters,
 ) -> int:
     """Time whole requests on vLLM under each reduction, side by side (the paper's table 4 and figure 6).
 
@@ -144,21 +116,10 @@ def latency(
     Exit codes: 0 done, or the budget is used up; 2 trouble (one line on stderr).
     """
     from fliptrace.studies.engine_process_lanes import run_lanes
-    from fliptrace.studies.engine_process_settings import EngineSettings
     from fliptrace.studies.latency import BATCH_SIZES, REDUCTIONS, LatencyStudy
 
-    engines = EngineSettings(
-        mode=mode,
-        attention_backend=attention_backend,
-        dtype=str(dtype),
-        cache_gib=cache_gib,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        python=None if engine_python is None else str(engine_python),
-        scratch="" if scratch is None else str(scratch),
-        start_seconds=start_seconds,
-    )
-    engines.check(str(engine))
+    settings = engines.settings(str(dtype))
+    settings.check(str(engine))
     study = LatencyStudy(
         shape=shape,
         ranks=tuple(rank or (16, 32)),
@@ -174,15 +135,6 @@ def latency(
         rounds=rounds,
         seed=seed,
         baseline=baseline,
-        engines=engines,
+        engines=settings,
     )
-    return run_and_show(
-        study,
-        out,
-        budget_minutes=budget_minutes,
-        ray=None,
-        ray_workers=None,
-        as_json=as_json,
-        quiet=quiet,
-        executor=run_lanes,
-    )
+    return run_and_show(study, run, executor=run_lanes)

@@ -1,33 +1,13 @@
-"""The options that the studies share, and how a study is run for a person."""
+"""The options that the studies share."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fliptrace.command_line.options import (
-    MODEL,
-    OUTPUT,
-    PROMPT,
-    DtypeName,
-    EngineName,
-)
-from fliptrace.command_line.output import show_document
-from fliptrace.command_line.running import (
-    DIVERGED,
-    IDENTICAL,
-    InterruptedWithResultsError,
-    progress_bar,
-)
-from fliptrace.command_line.vllm_arguments import read_vllm_arguments
-
-if TYPE_CHECKING:
-    from fliptrace.studies import ModelSettings, Selection, Study
-    from fliptrace.studies.running import Executor
+from fliptrace.command_line.options import MODEL, OUTPUT, PROMPT, DtypeName, EngineName
 
 STUDY = "Study"
 
@@ -173,93 +153,64 @@ SummaryJsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print summary.json instead of the table.", rich_help_panel=OUTPUT),
 ]
-
-
-def model_settings(
-    model: str | None,
-    adapter: str | None,
-    engine: EngineName,
-    device: str,
-    dtype: DtypeName,
-    attention: str,
-    threads: int,
-    no_chat_template: bool,
-    vllm_argument: list[str] | None = None,
-) -> ModelSettings:
-    """Put the model's options together.
-
-    Raises:
-        InputError: a --vllm-argument that cannot be read, or without --engine vllm.
-    """
-    from fliptrace.studies import ModelSettings
-
-    return ModelSettings(
-        model=model,
-        adapter=adapter,
-        engine=str(engine),
-        device=device,
-        dtype=str(dtype),
-        attention=attention,
-        chat_template=not no_chat_template,
-        threads=threads,
-        vllm_arguments=read_vllm_arguments(vllm_argument, str(engine)),
-    )
-
-
-def selection_of(
-    select: list[str] | None, prompts: int | None, prompt_seed: int, default: int | None
-) -> Selection:
-    """Return the rows that were named, or as many as are to be drawn."""
-    from fliptrace.studies import Selection
-
-    if select:
-        return Selection(tuple(select), prompts, prompt_seed)
-    return Selection((), default if prompts is None else prompts, prompt_seed)
-
-
-def run_and_show(
-    study: Study,
-    out: Path,
-    *,
-    budget_minutes: float | None,
-    ray: str | None,
-    ray_workers: int | None,
-    as_json: bool,
-    quiet: bool,
-    command: Sequence[str] | None = None,
-    executor: Executor | None = None,
-) -> int:
-    """Run a study, print its page or summary, and return the exit code.
-
-    Returns:
-        1 where a reduction that is repeatable by construction did not repeat, else 0.
-    """
-    from fliptrace.studies import run_study
-    from fliptrace.studies.results import PAGE_NAME
-    from fliptrace.studies.running import run_here
-
-    chosen = executor or run_here
-    if ray is not None:
-        from fliptrace.studies.ray_workers import ray_executor
-
-        chosen = ray_executor(ray, ray_workers)
-    try:
-        with progress_bar(quiet or as_json) as show:
-            result = run_study(
-                study,
-                out,
-                budget_minutes=budget_minutes,
-                executor=chosen,
-                command=command or ["trace-study", *sys.argv[1:]],
-                progress=show,
-            )
-    except KeyboardInterrupt:
-        raise InterruptedWithResultsError(
-            f"interrupted; finished rows are kept in {out}, run the same command again to go on"
-        ) from None
-    if as_json:
-        show_document(result.to_json())
-    else:
-        typer.echo((out / PAGE_NAME).read_text("utf-8"), nl=False)
-        typer.echo(f"\nRows, tables and figure are in {out}")
-    return DIVERGED if result.report.unrepeatable else IDENTICAL
+ModeOption = Annotated[
+    str,
+    typer.Option(
+        help="graphs (decoding from CUDA graphs), compiled (as vLLM has it), eager; auto is graphs on CUDA, eager on "
+        "the CPU.",
+        metavar="MODE",
+        rich_help_panel=MODEL,
+    ),
+]
+BackendOption = Annotated[
+    str,
+    typer.Option(
+        help="vLLM's name of an attention backend; its own choice if left out.",
+        metavar="NAME",
+        rich_help_panel=MODEL,
+    ),
+]
+CacheOption = Annotated[
+    float,
+    typer.Option(
+        help="Cache of each engine; several share one GPU.", metavar="GIB", rich_help_panel=MODEL
+    ),
+]
+LengthOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest request, in tokens; the model's if left out.",
+        metavar="N",
+        rich_help_panel=MODEL,
+    ),
+]
+BatchedTokensOption = Annotated[
+    int,
+    typer.Option(
+        help="Tokens of one forward, at most; a prompt beyond it is cut in two.",
+        metavar="N",
+        rich_help_panel=MODEL,
+    ),
+]
+EnginePythonOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="The Python that has vLLM; this one if left out.",
+        metavar="PYTHON",
+        rich_help_panel=MODEL,
+    ),
+]
+ScratchOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where logs and caches of the engines go; a folder for temporary files if left out.",
+        metavar="FOLDER",
+        rich_help_panel=MODEL,
+    ),
+]
+StartOption = Annotated[
+    float,
+    typer.Option(
+        help="How long an engine may take to start.", metavar="SECONDS", rich_help_panel=MODEL
+    ),
+]

@@ -11,12 +11,10 @@ import typer
 from fliptrace.command_line.options import (
     OUTPUT,
     PROMPT,
-    DebugOption,
     DtypeName,
-    QuietOption,
-    VersionOption,
 )
 from fliptrace.command_line.output import show_document
+from fliptrace.command_line.parameters import with_groups
 from fliptrace.command_line.running import IDENTICAL, progress_bar
 from fliptrace.command_line.study_options import (
     STUDY,
@@ -27,8 +25,10 @@ from fliptrace.command_line.study_options import (
     NoTemplateOption,
     ThreadsOption,
 )
+from fliptrace.command_line.study_parameters import CommonParameters
 
 
+@with_groups
 def train(
     *,
     out: Annotated[
@@ -122,9 +122,7 @@ def train(
         bool,
         typer.Option("--json", help="Print training.json.", rich_help_panel=OUTPUT),
     ] = False,
-    quiet: QuietOption = False,
-    debug: DebugOption = False,  # noqa: ARG001 (read by run)
-    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+    common: CommonParameters,
 ) -> int:
     """Train a LoRA adapter as the paper does: alpha twice the rank, seeds and splits fixed.
 
@@ -159,7 +157,7 @@ def train(
         validation_rows=validation_rows,
         test_rows=test_rows,
     )
-    with progress_bar(quiet or as_json) as show:
+    with progress_bar(common.quiet or as_json) as show:
         made = train_adapter(settings, out, command=["trace-study", *sys.argv[1:]], progress=show)
     if as_json:
         import json

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fliptrace.command_line.options import (
-    MODEL,
-    OUTPUT,
-    PROMPT,
-    SEARCH,
-    DebugOption,
-    DtypeName,
-    EngineName,
-    QuietOption,
-    VersionOption,
-)
+from fliptrace.command_line.options import MODEL, OUTPUT, PROMPT, SEARCH
 from fliptrace.command_line.output import show_document
+from fliptrace.command_line.parameters import with_groups
 from fliptrace.command_line.running import DIVERGED, IDENTICAL, progress_bar, run
-from fliptrace.command_line.study_options import (
-    AdapterOption,
-    AttentionOption,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    ModelOption,
-    NoTemplateOption,
-    ThreadsOption,
-    model_settings,
-)
-from fliptrace.command_line.vllm_arguments import VllmArgumentOption
+from fliptrace.command_line.study_parameters import CommonParameters, ModelParameters
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
     from fliptrace.studies.check import CheckResult
 
 
+@with_groups
 def trace_check(
     *,
     demo: Annotated[
@@ -53,14 +35,7 @@ def trace_check(
             rich_help_panel=MODEL,
         ),
     ] = None,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = DtypeName.AUTO,
-    attention: AttentionOption = "sdpa",
-    vllm_argument: VllmArgumentOption = None,
-    threads: ThreadsOption = 1,
+    model: ModelParameters,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +44,6 @@ def trace_check(
             rich_help_panel=PROMPT,
         ),
     ] = None,
-    no_chat_template: NoTemplateOption = False,
     reduction: Annotated[
         str | None,
         typer.Option(
@@ -122,9 +96,7 @@ def trace_check(
         bool,
         typer.Option("--json", help="Print the answer as JSON.", rich_help_panel=OUTPUT),
     ] = False,
-    quiet: QuietOption = False,
-    debug: DebugOption = False,  # noqa: ARG001 (read by run)
-    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+    common: CommonParameters,
 ) -> int:
     """Say in about a minute whether greedy outputs of a LoRA stack repeat bit for bit.
 
@@ -135,7 +107,7 @@ def trace_check(
     line on stderr).
     """
     if server is not None:
-        if demo or adapter or reduction:
+        if demo or model.adapter or reduction:
             raise InputError(
                 "--server checks what runs there; leave out --demo, --adapter and --reduction"
             )
@@ -143,35 +115,26 @@ def trace_check(
 
         asked = ServerSettings(
             url=server,
-            model=model,
+            model=model.model,
             prompts=tuple(prompt or ()),
             rounds=runs,
             seconds=seconds,
             max_new_tokens=max_new_tokens,
             fail_on=fail_on,
         )
-        with progress_bar(quiet or as_json) as show:
+        with progress_bar(common.quiet or as_json) as show:
             return _shown(
                 run_server_check(asked, against=against, save=save, progress=show), as_json
             )
     from fliptrace.studies.check import CheckSettings, run_check
 
-    if demo and (model or adapter):
+    if demo and (model.model or model.adapter):
         raise InputError("--demo checks the bundled model; leave out --model and --adapter")
-    if not demo and not (model and adapter):
+    if not demo and not (model.model and model.adapter):
         raise InputError("give --model and --adapter, --server, or --demo (see trace-check --help)")
+    on_cpu = demo and model.device == "auto"
     settings = CheckSettings(
-        model=model_settings(
-            model,
-            adapter,
-            engine,
-            "cpu" if demo and device == "auto" else device,
-            dtype,
-            attention,
-            threads,
-            no_chat_template,
-            vllm_argument,
-        ),
+        model=(dataclasses.replace(model, device="cpu") if on_cpu else model).settings(),
         reduction=reduction,
         prompts=tuple(prompt or ()),
         rounds=runs,
@@ -179,7 +142,7 @@ def trace_check(
         max_new_tokens=max_new_tokens,
         fail_on=fail_on,
     )
-    with progress_bar(quiet or as_json) as show:
+    with progress_bar(common.quiet or as_json) as show:
         return _shown(run_check(settings, against=against, save=save, progress=show), as_json)
 
 

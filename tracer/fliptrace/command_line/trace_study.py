@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -12,66 +13,34 @@ import typer
 
 from fliptrace.command_line.arguments import with_rows_joined
 from fliptrace.command_line.configuration import with_configuration, with_ray_address
-from fliptrace.command_line.options import (
-    MODEL,
-    PROMPT,
-    DebugOption,
-    DtypeName,
-    EngineName,
-    QuietOption,
-    VersionOption,
-)
+from fliptrace.command_line.options import MODEL, PROMPT, VersionOption
+from fliptrace.command_line.parameters import with_groups
 from fliptrace.command_line.running import TROUBLE, fail, one_line, run
 from fliptrace.command_line.study_batch import batch
 from fliptrace.command_line.study_latency import latency
 from fliptrace.command_line.study_options import (
     STUDY,
-    AdapterOption,
-    AttentionOption,
-    BudgetOption,
-    ConfigOption,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    FolderOption,
-    ModelOption,
-    NoTemplateOption,
-    PromptSeedOption,
-    PromptsOption,
-    RayOption,
-    RayWorkersOption,
     ReductionsOption,
     RepetitionsOption,
     SeedOption,
-    SelectOption,
-    SummaryJsonOption,
     TaskOption,
-    ThreadsOption,
-    model_settings,
+)
+from fliptrace.command_line.study_parameters import (
+    ModelParameters,
+    RowParameters,
+    RunParameters,
     run_and_show,
-    selection_of,
 )
 from fliptrace.command_line.study_train import train
-from fliptrace.command_line.vllm_arguments import VllmArgumentOption
 from fliptrace.errors import InputError
 
 
+@with_groups
 def repeat(
     *,
-    out: FolderOption,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = DtypeName.AUTO,
-    attention: AttentionOption = "sdpa",
-    vllm_argument: VllmArgumentOption = None,
-    threads: ThreadsOption = 1,
+    model: ModelParameters,
     task: TaskOption = "bundled",
-    select: SelectOption = None,
-    prompts: PromptsOption = None,
-    prompt_seed: PromptSeedOption = 0,
-    no_chat_template: NoTemplateOption = False,
+    rows: RowParameters,
     scorer: Annotated[
         str | None,
         typer.Option(
@@ -95,14 +64,7 @@ def repeat(
         typer.Option(help="Per generation, at most.", metavar="N", rich_help_panel=STUDY),
     ] = 256,
     seed: SeedOption = 0,
-    budget_minutes: BudgetOption = None,
-    ray: RayOption = None,
-    ray_workers: RayWorkersOption = None,
-    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
-    as_json: SummaryJsonOption = False,
-    quiet: QuietOption = False,
-    debug: DebugOption = False,  # noqa: ARG001 (read by run)
-    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+    run_options: RunParameters,
 ) -> int:
     """Generate greedily N times per prompt and compare the first time with the others (the paper's table 1).
 
@@ -116,19 +78,9 @@ def repeat(
     from fliptrace.studies.repeat import PAPER_REDUCTIONS
 
     study = RepeatStudy(
-        model=model_settings(
-            model,
-            adapter,
-            engine,
-            device,
-            dtype,
-            attention,
-            threads,
-            no_chat_template,
-            vllm_argument,
-        ),
+        model=model.settings(),
         task=task,
-        selection=selection_of(select, prompts, prompt_seed, 20),
+        selection=rows.selection(20),
         reductions=tuple(reduction or PAPER_REDUCTIONS),
         repetitions=repetitions,
         max_new_tokens=max_new_tokens,
@@ -136,33 +88,15 @@ def repeat(
         scorer=scorer,
         run_programs=run_programs,
     )
-    return run_and_show(
-        study,
-        out,
-        budget_minutes=budget_minutes,
-        ray=ray,
-        ray_workers=ray_workers,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    return run_and_show(study, run_options)
 
 
+@with_groups
 def replay(
     *,
-    out: FolderOption,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = DtypeName.AUTO,
-    attention: AttentionOption = "sdpa",
-    vllm_argument: VllmArgumentOption = None,
-    threads: ThreadsOption = 1,
+    model: ModelParameters,
     task: TaskOption = "bundled",
-    select: SelectOption = None,
-    prompts: PromptsOption = None,
-    prompt_seed: PromptSeedOption = 0,
-    no_chat_template: NoTemplateOption = False,
+    rows: RowParameters,
     reduction: ReductionsOption = None,
     executions: Annotated[
         int,
@@ -173,14 +107,7 @@ def replay(
         ),
     ] = 5,
     seed: SeedOption = 0,
-    budget_minutes: BudgetOption = None,
-    ray: RayOption = None,
-    ray_workers: RayWorkersOption = None,
-    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
-    as_json: SummaryJsonOption = False,
-    quiet: QuietOption = False,
-    debug: DebugOption = False,  # noqa: ARG001 (read by run)
-    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+    run_options: RunParameters,
 ) -> int:
     """Execute captured shrinks again and again on the same input and count what differs (the paper's figure 3).
 
@@ -194,37 +121,19 @@ def replay(
     from fliptrace.studies.replay import REDUCTIONS
 
     study = ReplayStudy(
-        model=model_settings(
-            model,
-            adapter,
-            engine,
-            device,
-            dtype,
-            attention,
-            threads,
-            no_chat_template,
-            vllm_argument,
-        ),
+        model=model.settings(),
         task=task,
-        selection=selection_of(select, prompts, prompt_seed, 10),
+        selection=rows.selection(10),
         reductions=tuple(reduction or REDUCTIONS),
         executions=executions,
         seed=seed,
     )
-    return run_and_show(
-        study,
-        out,
-        budget_minutes=budget_minutes,
-        ray=ray,
-        ray_workers=ray_workers,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    return run_and_show(study, run_options)
 
 
+@with_groups
 def decide(
     *,
-    out: FolderOption,
     csv: Annotated[
         Path,
         typer.Option(help="A CSV file with a header line.", metavar="FILE", rich_help_panel=PROMPT),
@@ -270,29 +179,12 @@ def decide(
             rich_help_panel=MODEL,
         ),
     ] = None,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = DtypeName.AUTO,
-    attention: AttentionOption = "sdpa",
-    vllm_argument: VllmArgumentOption = None,
-    threads: ThreadsOption = 1,
-    select: SelectOption = None,
-    prompts: PromptsOption = None,
-    prompt_seed: PromptSeedOption = 0,
-    no_chat_template: NoTemplateOption = False,
+    model: ModelParameters,
+    rows: RowParameters,
     reduction: ReductionsOption = None,
     repetitions: RepetitionsOption = 10,
     seed: SeedOption = 0,
-    budget_minutes: BudgetOption = None,
-    ray: RayOption = None,
-    ray_workers: RayWorkersOption = None,
-    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
-    as_json: SummaryJsonOption = False,
-    quiet: QuietOption = False,
-    debug: DebugOption = False,  # noqa: ARG001 (read by run)
-    version: VersionOption = False,  # noqa: ARG001 (its callback answers)
+    run_options: RunParameters,
 ) -> int:
     """Decide yes or no N times per text and compare the first time with the others (the paper's table 2).
 
@@ -305,7 +197,7 @@ def decide(
     from fliptrace.studies import DecideStudy
     from fliptrace.studies.repeat import PAPER_REDUCTIONS
 
-    if server is not None and (adapter or reduction):
+    if server is not None and (model.adapter or reduction):
         raise InputError(
             "--server decides with what runs there; leave out --adapter and --reduction"
         )
@@ -317,33 +209,15 @@ def decide(
         threshold=threshold,
         yes=yes,
         no=no,
-        model=model_settings(
-            model if server is None else None,
-            adapter,
-            engine,
-            device,
-            dtype,
-            attention,
-            threads,
-            no_chat_template,
-            vllm_argument,
-        ),
-        selection=selection_of(select, prompts, prompt_seed, None),
+        model=(model if server is None else dataclasses.replace(model, model=None)).settings(),
+        selection=rows.selection(None),
         reductions=tuple(reduction or PAPER_REDUCTIONS),
         repetitions=repetitions,
         seed=seed,
         server=server,
-        server_model=model if server is not None else None,
+        server_model=model.model if server is not None else None,
     )
-    return run_and_show(
-        study,
-        out,
-        budget_minutes=budget_minutes,
-        ray=ray,
-        ray_workers=ray_workers,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    return run_and_show(study, run_options)
 
 
 #: Entry points with functions like those of COMMANDS.

@@ -61,7 +61,7 @@ _STYLE_ID = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
 _LEAD = ("flip", "root", "interventions", "cache", "propagation", "statistics")
 _CLOSING = ("coverage", "doubts")
 #: Gaps that the first screen names, and how much of each.
-_GAPS_NAMED, _GAP = 2, 64
+_GAPS_NAMED, _GAP = 3, 96
 #: Why what an inherited shrink adds has no figure, by whether operands were kept whole.
 _SEPARABLE = {
     True: "the adapter's weights are not in a trace",
@@ -216,26 +216,36 @@ def _facts(
     leading = diff.propagation.leading if diff.propagation is not None else None
     led = diff.propagation is None or diff.propagation.reaches_flip is not False
     if leading is not None:
-        first = f"{wording.row_place(leading, tokens)}; an earlier one, in {first}, does not lead to the flip"
+        where = "keys or values" if flip is None else "the flip"
+        first = f"{wording.row_place(leading, tokens)}; an earlier one, in {first}, does not lead to {where}"
     elif not led:
         first += "; no chain of differences leads from there to the flip"
     facts.append(("Where it started", first))
     facts.append(("Keys and values", cache_gist(diff)))
     facts.append(("Was it proven?", _proven(diff, interventions)))
-    gaps = [*diff.coverage.missing, *diff.coverage.not_observed]
-    if interventions is not None:
-        gaps += interventions_gaps(interventions)
-    facts.append(("What was not covered", _gaps_gist(gaps)))
+    untested = () if interventions is None else tuple(interventions_gaps(interventions))
+    facts.append(("What was not covered", _gaps_gist(diff, untested)))
     return facts
 
 
-def _gaps_gist(gaps: Sequence[str]) -> str:
-    """Name the first gaps and count the others."""
-    if not gaps:
+def _gaps_gist(diff: PairDiff, untested: Sequence[str]) -> str:
+    """Name the gaps in a few words each, as far as there is room; the whole of each stands at the end of the page."""
+    missing = diff.coverage.missing
+    gaps = [*untested, *diff.coverage.not_observed]
+    named = [_first_clause(gap) for gap in gaps]
+    if len(missing) > _GAPS_NAMED:
+        named.insert(0, f"{len(missing):,} records or steps without a partner")
+    else:
+        named = [*map(_first_clause, missing), *named]
+    if not named:
         return "nothing that was meant to be recorded; see below"
-    named = "; ".join(clipped(gap, _GAP) for gap in gaps[:_GAPS_NAMED])
-    more = len(gaps) - _GAPS_NAMED
-    return f"{named}; {more:,} more listed below" if more > 0 else f"{named}; see below"
+    more = len(named) - _GAPS_NAMED
+    return "; ".join(named[:_GAPS_NAMED]) + (f"; {more:,} more" if more > 0 else "")
+
+
+def _first_clause(gap: str) -> str:
+    clause = re.split(r" \(|; |, so that|, not |, which|\.$", gap, maxsplit=1)[0]
+    return clipped(f"{clause[:1].lower()}{clause[1:]}", _GAP)
 
 
 def _unflipped(diff: PairDiff) -> str:
@@ -249,7 +259,9 @@ def _proven(diff: PairDiff, interventions: InterventionReport | None) -> str:
     if interventions is not None:
         gist = interventions_gist(interventions)
         enough = interventions.judgement is Judgement.SUFFICIENT
-        return f"yes, enough by itself: {gist}" if enough else f"no: {gist}"
+        if not enough:
+            return f"no: {gist}"
+        return f"yes, enough by itself, which does not mean necessary: {gist}"
     if diff.outcome is Outcome.IDENTICAL:
         return "nothing to prove: nothing differs"
     return "not tested: no intervention was run"

@@ -282,11 +282,9 @@ def _propagation(diff: PairDiff) -> tuple[str, ...]:
         for sentence in propagation.sentences
         if sentence != told  # where it started
     ]
-    if diff.flip is not None and propagation.reaches_flip is not None:
+    if diff.flip is not None and propagation.reaches_flip:
         sentences.append(
             "A path of differing records leads from the root to the logits of the flip."
-            if propagation.reaches_flip
-            else "No unbroken path of recorded differences leads from this root to the flip's logits."
         )
     return tuple(sentences)
 

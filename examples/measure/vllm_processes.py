@@ -107,7 +107,7 @@ def engine_options(attention_backend: str) -> dict[str, Any]:
 
 
 class Engine(EngineProcess):
-    """An engine whose inside is vllm_engine.py, or another script that answers likewise."""
+    """An engine whose inside is vllm_engine.py (None), or another script that answers likewise."""
 
     def __init__(
         self,
@@ -115,10 +115,12 @@ class Engine(EngineProcess):
         name: str,
         settings: dict[str, Any],
         variables: dict[str, str],
-        script: Path = ENGINE,
+        script: Path | None = None,
     ) -> None:
         log = out / "logs" / f"{name.replace(':', '-')}.log"
-        super().__init__(name, log, [sys.executable, str(script), json.dumps(settings)], variables)
+        super().__init__(
+            name, log, [sys.executable, str(script or ENGINE), json.dumps(settings)], variables
+        )
 
 
 def wait_for_all(engines: list[Engine], deadline: float) -> list[Engine]:

@@ -77,11 +77,12 @@ def test_the_two_commands_exist(repository_root, script):
 
 
 def test_options_named_in_the_readme_exist(repository_root):
-    """Every option that the README names is one of trace-pair's or of trace-intervene's."""
+    """Every option that the README names is one of the commands that it names."""
     named = set(re.findall(r"--[a-z][a-z-]+", (repository_root / "README.md").read_text("utf-8")))
     known = set()
     for module in (
         "fliptrace.command_line.trace_pair",
+        "fliptrace.command_line.trace_check",
         "fliptrace_interventions.command_line.trace_intervene",
     ):
         finished = subprocess.run(

@@ -275,8 +275,9 @@ class _StepFlow:
     def _lead(
         self, source: DifferingRecord, rows: Tensor, target: DifferingRecord, *, mixes: bool
     ) -> None:
-        if source.node[1] == "cached" or _reaches(rows, target.rows, mixes):
-            self._graph.add_edge(source.node, target.node, flow=Flow(rows, mixes))
+        flow = Flow(rows, mixes)
+        if bool(flow.backward(target.rows).any()):
+            self._graph.add_edge(source.node, target.node, flow=flow)
 
     def cached_after(self, records: dict[Node, DifferingRecord]) -> dict[int, DifferingRecord]:
         """Return, and add to the graph, what the caches hold when the next step begins."""
@@ -313,16 +314,6 @@ class _StepFlow:
                 if source.node in self._graph
             )
         return after
-
-
-def _reaches(source: Tensor, target: Tensor, mixes: bool) -> bool:
-    """Some row of the source feeds some row of the target: the same row, or with attention an earlier one."""
-    if source.numel() != target.numel() or source.numel() == 1:
-        return True
-    if not mixes:
-        return bool((source & target).any())
-    first = int(source.to(torch.int8).argmax())
-    return bool(target[first:].any())
 
 
 def leaves_projection(start: RowDifference) -> bool:
@@ -406,11 +397,16 @@ def first_that_reaches(
 
 
 def rows_reached(
-    evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
+    graph: Any, evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
 ) -> dict[Node, Tensor]:
-    """Return the differing rows of the start's own step that its difference can have got to, by record."""
+    """Return the differing rows of the start's own step that its difference can have got to, by record.
+
+    Args:
+        graph: of that step.
+        evidence: every compared step.
+        start: the difference.
+    """
     source = first_record(evidence, start)
-    graph = build_graph(evidence, None, (start.step,))
     if source is None or source not in graph:
         return {}
     reach = Reach(graph, {source: rows_of_start(evidence, start)})
@@ -418,19 +414,15 @@ def rows_reached(
 
 
 def first_that_spreads(
+    graph: Any,
     evidence: Sequence[StepEvidence],
     start: RowDifference | ForeignRoot,
     roots: Sequence[RowDifference],
 ) -> RowDifference | None:
     """Return the first other root of the start's step from which rows lead to keys or values of that step."""
-    graph = build_graph(evidence, None, (start.step,))
     for root in roots:
         if root.step != start.step or root == start or not leaves_projection(root):
             continue
-        source = first_record(evidence, root)
-        if source is None or source not in graph:
-            continue
-        reach = Reach(graph, {source: rows_of_start(evidence, root)})
-        if any(node[0] == start.step and node[1] in ("key", "value") for node in reach.nodes):
+        if any(node[1] in ("key", "value") for node in rows_reached(graph, evidence, root)):
             return root
     return None

@@ -97,29 +97,14 @@ class Reach:
 
     def edges(self) -> list[tuple[Node, Node]]:
         """Return the edges along which a reached row goes on."""
-        return [
-            (source, target)
-            for source, target, flow in self._graph.edges(data="flow")
-            if source in self._distances
-            and target in self._distances
-            and bool(
-                (
-                    self._graph.nodes[target]["rows"]
-                    & (
-                        flow.forward(
-                            self._distances[source], self._graph.nodes[target]["rows"].numel()
-                        )
-                        < _FAR
-                    )
-                ).any()
-            )
-        ]
-
-    def leading_to(self, target: Node) -> set[Node]:
-        """Return the records with a reached row from which a way leads to a record; empty where it is not reached."""
-        if target not in self:
-            return set()
-        return set(rows_leading_to(self._graph, target, {n: self.rows(n) for n in self.nodes}))
+        found = []
+        for source, target, flow in self._graph.edges(data="flow"):
+            if source in self and target in self:
+                rows: Tensor = self._graph.nodes[target]["rows"]
+                arrived = flow.forward(self._distances[source], rows.numel()) < _FAR
+                if bool((rows & arrived).any()):
+                    found.append((source, target))
+        return found
 
     def way_to(self, target: Node) -> list[Node]:
         """Return the records of a shortest way to a record; empty where it is not reached."""

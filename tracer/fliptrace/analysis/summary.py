@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from fliptrace.analysis.differing_records import Node, count_records, short_name
 from fliptrace.analysis.evidence import StepEvidence
 from fliptrace.analysis.propagation import (
     Path,
+    build_graph,
     first_that_reaches,
     first_that_spreads,
     leaves_projection,
@@ -63,9 +66,10 @@ def summarise(
     path: Path = None
     if flip is not None:
         path = path_to_flip(evidence, start, flip)
-    reached, others = _caches(evidence, start)
+    graph = build_graph(evidence, None, (start.step,))
+    reached, others = _caches(evidence, start, rows_reached(graph, evidence, start))
     sentences.append(_chain_sentence(start, flip, reached, path))
-    spreading = first_that_spreads(evidence, start, roots) if others else None
+    spreading = first_that_spreads(graph, evidence, start, roots) if others else None
     later = spreading if flip is None and not reached else None
     sentences.append(_others_sentence(start, others, spreading))
     if reached:
@@ -160,14 +164,15 @@ class _CacheRows:
 
 
 def _caches(
-    evidence: Sequence[StepEvidence], start: RowDifference | ForeignRoot
+    evidence: Sequence[StepEvidence],
+    start: RowDifference | ForeignRoot,
+    reached: Mapping[Node, Tensor],
 ) -> tuple[list[_CacheRows], list[_CacheRows]]:
     """List the differing cache rows of the start's own step: those that it can have got to, and the others."""
-    cache = next(one for one in evidence if one.step == start.step).cache
+    step = next(one for one in evidence if one.step == start.step)
+    cache, first = step.cache, step.first_position
     if cache is None:
         return [], []
-    first = next(one for one in evidence if one.step == start.step).first_position
-    reached = rows_reached(evidence, start)
     sides: tuple[list[_CacheRows], list[_CacheRows]] = ([], [])
     for place, layer in enumerate(cache.layers):
         for side, wanted in zip(sides, (True, False), strict=True):

@@ -214,3 +214,37 @@ StartOption = Annotated[
         help="How long an engine may take to start.", metavar="SECONDS", rich_help_panel=MODEL
     ),
 ]
+QuestionOption = Annotated[
+    str,
+    typer.Option(help="Asked of every text of a CSV file.", metavar="TEXT", rich_help_panel=PROMPT),
+]
+TextColumnOption = Annotated[
+    str,
+    typer.Option(
+        help="Of a CSV file: the column to judge.", metavar="NAME", rich_help_panel=PROMPT
+    ),
+]
+LabelColumnOption = Annotated[
+    str,
+    typer.Option(
+        help="Of a CSV file: what is right: yes, no, true, false, or a number. Empty: no labels.",
+        metavar="NAME",
+        rich_help_panel=PROMPT,
+    ),
+]
+ThresholdOption = Annotated[
+    float,
+    typer.Option(help="From which number on a label is yes.", metavar="X", rich_help_panel=PROMPT),
+]
+YesOption = Annotated[
+    str,
+    typer.Option(
+        help="The answer for yes; a decision is read from its first token.",
+        metavar="WORD",
+        rich_help_panel=PROMPT,
+    ),
+]
+NoOption = Annotated[
+    str,
+    typer.Option(help="The same for no.", metavar="WORD", rich_help_panel=PROMPT),
+]

@@ -36,19 +36,25 @@ from fliptrace.command_line.study_options import (
     EngineOption,
     EnginePythonOption,
     FolderOption,
+    LabelColumnOption,
     LengthOption,
     ModelOption,
     ModeOption,
+    NoOption,
     NoTemplateOption,
     PromptSeedOption,
     PromptsOption,
+    QuestionOption,
     RayOption,
     RayWorkersOption,
     ScratchOption,
     SelectOption,
     StartOption,
     SummaryJsonOption,
+    TextColumnOption,
     ThreadsOption,
+    ThresholdOption,
+    YesOption,
 )
 from fliptrace.command_line.vllm_arguments import VllmArgumentOption, read_vllm_arguments
 
@@ -120,6 +126,18 @@ class RowParameters:
         if self.select:
             return Selection(tuple(self.select), self.prompts, self.prompt_seed)
         return Selection((), default if self.prompts is None else self.prompts, self.prompt_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledParameters:
+    """How texts and labels of a CSV file become questions with answers."""
+
+    question: QuestionOption = "Is this comment toxic?"
+    text_column: TextColumnOption = "text"
+    label_column: LabelColumnOption = "label"
+    threshold: ThresholdOption = 0.5
+    yes: YesOption = "yes"
+    no: NoOption = "no"
 
 
 @dataclass(frozen=True, kw_only=True)

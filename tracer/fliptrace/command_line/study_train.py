@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from fliptrace.command_line.study_options import (
     NoTemplateOption,
     ThreadsOption,
 )
-from fliptrace.command_line.study_parameters import CommonParameters
+from fliptrace.command_line.study_parameters import CommonParameters, LabelledParameters
 
 
 @with_groups
@@ -79,30 +80,7 @@ def train(
             help="Of splits, first weights and order.", metavar="N", rich_help_panel=STUDY
         ),
     ] = 0,
-    question: Annotated[
-        str,
-        typer.Option(
-            help="Asked of every text of a CSV file.", metavar="TEXT", rich_help_panel=PROMPT
-        ),
-    ] = "Is this comment toxic?",
-    text_column: Annotated[
-        str, typer.Option(help="Of a CSV file.", metavar="NAME", rich_help_panel=PROMPT)
-    ] = "text",
-    label_column: Annotated[
-        str, typer.Option(help="Of a CSV file.", metavar="NAME", rich_help_panel=PROMPT)
-    ] = "label",
-    threshold: Annotated[
-        float,
-        typer.Option(
-            help="From which number on a label is yes.", metavar="X", rich_help_panel=PROMPT
-        ),
-    ] = 0.5,
-    yes: Annotated[
-        str, typer.Option(help="The answer for yes.", metavar="WORD", rich_help_panel=PROMPT)
-    ] = "yes",
-    no: Annotated[
-        str, typer.Option(help="The answer for no.", metavar="WORD", rich_help_panel=PROMPT)
-    ] = "no",
+    csv_file: LabelledParameters,
     validation_rows: Annotated[
         int,
         typer.Option(
@@ -148,14 +126,9 @@ def train(
         dtype=str(dtype),
         chat_template=not no_chat_template,
         threads=threads,
-        question=question,
-        text_column=text_column,
-        label_column=label_column,
-        threshold=threshold,
-        yes=yes,
-        no=no,
         validation_rows=validation_rows,
         test_rows=test_rows,
+        **dataclasses.asdict(csv_file),
     )
     with progress_bar(common.quiet or as_json) as show:
         made = train_adapter(settings, out, command=["trace-study", *sys.argv[1:]], progress=show)

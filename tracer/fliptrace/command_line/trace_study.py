@@ -26,6 +26,7 @@ from fliptrace.command_line.study_options import (
     TaskOption,
 )
 from fliptrace.command_line.study_parameters import (
+    LabelledParameters,
     ModelParameters,
     RowParameters,
     RunParameters,
@@ -138,38 +139,7 @@ def decide(
         Path,
         typer.Option(help="A CSV file with a header line.", metavar="FILE", rich_help_panel=PROMPT),
     ],
-    question: Annotated[
-        str,
-        typer.Option(help="Asked of every text.", metavar="TEXT", rich_help_panel=PROMPT),
-    ] = "Is this comment toxic?",
-    text_column: Annotated[
-        str,
-        typer.Option(help="The column to judge.", metavar="NAME", rich_help_panel=PROMPT),
-    ] = "text",
-    label_column: Annotated[
-        str,
-        typer.Option(
-            help="What is right: yes, no, true, false, or a number. Empty: no labels.",
-            metavar="NAME",
-            rich_help_panel=PROMPT,
-        ),
-    ] = "label",
-    threshold: Annotated[
-        float,
-        typer.Option(
-            help="From which number on a label is yes.", metavar="X", rich_help_panel=PROMPT
-        ),
-    ] = 0.5,
-    yes: Annotated[
-        str,
-        typer.Option(
-            help="The word whose first token is yes.", metavar="WORD", rich_help_panel=PROMPT
-        ),
-    ] = "yes",
-    no: Annotated[
-        str,
-        typer.Option(help="The same for no.", metavar="WORD", rich_help_panel=PROMPT),
-    ] = "no",
+    labelled: LabelledParameters,
     server: Annotated[
         str | None,
         typer.Option(
@@ -203,12 +173,7 @@ def decide(
         )
     study = DecideStudy(
         csv=str(csv),
-        question=question,
-        text_column=text_column,
-        label_column=label_column,
-        threshold=threshold,
-        yes=yes,
-        no=no,
+        **dataclasses.asdict(labelled),
         model=(model if server is None else dataclasses.replace(model, model=None)).settings(),
         selection=rows.selection(None),
         reductions=tuple(reduction or PAPER_REDUCTIONS),

@@ -1,11 +1,13 @@
 """A stand-in for the Python that has vLLM: it answers an engine's commands by arithmetic, so that what comes is known.
 
 Outputs are the prompt's sum counted on. With the switch off, the last token of a prompt in a batch of four or more is
-another; under atomic the last token changes with every request. It breaks what the environment's PLANTED names.
+another; under atomic the last token changes with every request, of a text its first logit and its decision, too. It
+breaks what the environment's PLANTED names.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -13,7 +15,7 @@ import time
 
 settings = json.loads(sys.argv[-1])
 label = os.environ.get("FLIPTRACE_SHRINK", "vllm-own")
-invariant = os.environ["VLLM_BATCH_INVARIANT"] == "1"
+invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
 planted = os.environ.get("PLANTED", "")
 asked = 0
 cache: set[tuple[int, ...]] = set()
@@ -58,15 +60,31 @@ def answer(command):
     if planted == "slow":
         time.sleep(0.05)
     asked += 1
+    varies = label.startswith("atomic") or (planted == "varies" and label.startswith("local"))
     if planted == "fails" and asked > 3:
         raise RuntimeError("planted failure")
+    if do == "continue_texts":
+        return {"answers": [continued(text, command, varies) for text in command["texts"]]}
+    if do == "decide_texts":
+        drift = 0.001 * asked if varies else 0.0
+        return {
+            "answers": [
+                {
+                    "prompt_ids_sha256": hashlib.sha256(text.encode()).hexdigest(),
+                    "prompt_tokens": len(text),
+                    "log_yes": -1.0 - drift,
+                    "log_no": -2.0,
+                }
+                for text in command["texts"]
+            ]
+        }
     size = command["batch"] if "batch" in command else len(command["prompts"])
     tokens, cached = [], []
     for prompt in command["prompts"]:
         ids = [sum(prompt) + step for step in range(command["tokens"])]
         if size >= 4 and not invariant:
             ids[-1] += 1000
-        if label.startswith("atomic") or (planted == "varies" and label.startswith("local")):
+        if varies:
             ids[-1] += 10_000 * asked
         tokens.append(ids)
         warm = tuple(prompt) in cache and not command.get("skip_prefix_cache")
@@ -84,10 +102,30 @@ def answer(command):
     }
 
 
+def continued(text, command, varies):
+    """Tokens count on from the text's length; the first logit and the last token vary where the label does."""
+    ids = [len(text) + step for step in range(command["tokens"])]
+    logits = [float(token) for token in ids]
+    if varies:
+        ids[-1] += 10_000 * asked
+        logits[0] += asked / 8
+    scored = settings["options"].get("logprobs_mode") == "raw_logits" and planted != "no scores"
+    return {
+        "prompt_ids_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "prompt_tokens": len(text),
+        "token_ids": ids,
+        "selected_logits": logits if scored else None,
+        "margins": [0.0, *([0.5] * (len(ids) - 1))] if scored else None,
+        "stop_reason": "max new tokens",
+        # Who was together, and on which GPU.
+        "text": f"{len(command['texts'])} at once on {os.environ.get('CUDA_VISIBLE_DEVICES')}",
+    }
+
+
 if planted == "does not start":
     say({"error": "PluginError: planted"})
     sys.exit(1)
-say({"ready": 0.1, "vllm": "0", "torch": "0"})
+say({"ready": 0.1, "vllm": "0", "torch": "0", "gpu": "a GPU", "mode": "graphs"})
 for line in sys.stdin:
     try:
         said = answer(json.loads(line))

@@ -162,6 +162,23 @@ ModeOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+ServedModeOption = Annotated[
+    str,
+    typer.Option(
+        help="With --engine vllm: graphs, compiled or eager, each reduction on an engine of its own as vLLM serves it; "
+        "in-process, stepped and read by fliptrace, eager. auto is graphs on CUDA, in-process on the CPU.",
+        metavar="MODE",
+        rich_help_panel=MODEL,
+    ),
+]
+ServedBatchOption = Annotated[
+    int,
+    typer.Option(
+        help="Requests at once, on an engine of vLLM's own; the paper's protocol is 1.",
+        metavar="N",
+        rich_help_panel=STUDY,
+    ),
+]
 BackendOption = Annotated[
     str,
     typer.Option(

@@ -49,6 +49,8 @@ from fliptrace.command_line.study_options import (
     RayWorkersOption,
     ScratchOption,
     SelectOption,
+    ServedBatchOption,
+    ServedModeOption,
     StartOption,
     SummaryJsonOption,
     TextColumnOption,
@@ -141,11 +143,9 @@ class LabelledParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineParameters:
-    """vLLM engines in processes of their own."""
+class ProcessParameters:
+    """How vLLM engines in processes of their own are made."""
 
-    mode: ModeOption = "auto"
-    attention_backend: BackendOption = ""
     cache_gib: CacheOption = 2.0
     max_model_len: LengthOption = None
     max_num_batched_tokens: BatchedTokensOption = 8192
@@ -153,21 +153,47 @@ class EngineParameters:
     scratch: ScratchOption = None
     start_seconds: StartOption = 300.0
 
-    def settings(self, dtype: str) -> EngineSettings:
-        """Return what the studies take."""
+    def made(self, **more: str) -> EngineSettings:
+        """Return what the studies take.
+
+        Args:
+            more: mode, attention backend and type.
+        """
         from fliptrace.studies.engine_process_settings import EngineSettings
 
         return EngineSettings(
-            mode=self.mode,
-            attention_backend=self.attention_backend,
-            dtype=dtype,
             cache_gib=self.cache_gib,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             python=None if self.engine_python is None else str(self.engine_python),
             scratch="" if self.scratch is None else str(self.scratch),
             start_seconds=self.start_seconds,
+            **more,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParameters(ProcessParameters):
+    """The same for studies that have no other engines."""
+
+    mode: ModeOption = "auto"
+    attention_backend: BackendOption = ""
+
+    def settings(self, dtype: str) -> EngineSettings:
+        """Return what the studies take."""
+        return self.made(mode=self.mode, attention_backend=self.attention_backend, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedParameters(ProcessParameters):
+    """The same for studies that can also step an engine themselves; type and attention are those of the model."""
+
+    mode: ServedModeOption = "auto"
+    batch_size: ServedBatchOption = 1
+
+    def settings(self) -> EngineSettings:
+        """Return what the studies take."""
+        return self.made(mode=self.mode)
 
 
 @dataclass(frozen=True, kw_only=True)

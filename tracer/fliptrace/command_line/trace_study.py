@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,16 +30,22 @@ from fliptrace.command_line.study_parameters import (
     ModelParameters,
     RowParameters,
     RunParameters,
+    ServedParameters,
     run_and_show,
 )
 from fliptrace.command_line.study_train import train
 from fliptrace.errors import InputError
+
+if TYPE_CHECKING:
+    from fliptrace.studies import DecideStudy, RepeatStudy
+    from fliptrace.studies.running import Executor
 
 
 @with_groups
 def repeat(
     *,
     model: ModelParameters,
+    engines: ServedParameters,
     task: TaskOption = "bundled",
     rows: RowParameters,
     scorer: Annotated[
@@ -70,7 +76,8 @@ def repeat(
     """Generate greedily N times per prompt and compare the first time with the others (the paper's table 1).
 
     Counts changed outputs, where they first changed, changed logits of selected tokens, changed answers and answers
-    that became wrong or right. Without --reduction: atomic:8, unsplit and deterministic:8.
+    that became wrong or right. With --engine vllm on CUDA each reduction has an engine of its own, as vLLM serves
+    (--mode). Without --reduction: atomic:8, unsplit and deterministic:8.
 
     Exit codes: 0 done, or the budget is used up; 1 a reduction that is repeatable by construction did not repeat; 2
     trouble (one line on stderr).
@@ -88,8 +95,10 @@ def repeat(
         seed=seed,
         scorer=scorer,
         run_programs=run_programs,
+        engines=engines.settings(),
+        batch_size=engines.batch_size,
     )
-    return run_and_show(study, run_options)
+    return run_and_show(study, run_options, executor=_executor(study))
 
 
 @with_groups
@@ -150,6 +159,7 @@ def decide(
         ),
     ] = None,
     model: ModelParameters,
+    engines: ServedParameters,
     rows: RowParameters,
     reduction: ReductionsOption = None,
     repetitions: RepetitionsOption = 10,
@@ -181,8 +191,17 @@ def decide(
         seed=seed,
         server=server,
         server_model=model.model if server is not None else None,
+        engines=engines.settings(),
+        batch_size=engines.batch_size,
     )
-    return run_and_show(study, run_options)
+    return run_and_show(study, run_options, executor=_executor(study))
+
+
+def _executor(study: RepeatStudy | DecideStudy) -> Executor | None:
+    """Engines of vLLM's own run side by side; None: items one after another."""
+    from fliptrace.studies.engine_process_lanes import run_lanes
+
+    return run_lanes if study.in_processes else None
 
 
 #: Entry points with functions like those of COMMANDS.

@@ -17,6 +17,16 @@ import torch
 from fliptrace.errors import InputError
 from fliptrace.pair.prompts import require_text
 from fliptrace.pair.recording import set_reduction
+from fliptrace.studies.engine_process_reductions import (
+    IN_PROCESS,
+    IN_THIS_PROCESS,
+    check_mode,
+    grouped,
+    mode_identity,
+    runs_in_processes,
+    together,
+)
+from fliptrace.studies.engine_process_settings import EngineSettings
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
@@ -29,7 +39,7 @@ from fliptrace.studies.engines import (
     simulates,
 )
 from fliptrace.studies.items import Item, Row
-from fliptrace.studies.labelled import decision_prompt, read_labelled
+from fliptrace.studies.labelled import decision_prompt, label_tokens, read_labelled
 from fliptrace.studies.repeat import PAPER_REDUCTIONS
 from fliptrace.studies.server_client import SERVER
 from fliptrace.studies.study import Report, Worker
@@ -56,6 +66,8 @@ class DecideStudy:
         seed: where schedule seeds begin, on a CPU.
         server: a running server's address, to decide through its own interface; the model and reductions are then its.
         server_model: the name of its model; None where it has one only.
+        engines: with vLLM, how engines in processes of their own are made; their mode may be ``in-process``.
+        batch_size: requests at once, on such an engine.
     """
 
     csv: str
@@ -72,6 +84,8 @@ class DecideStudy:
     seed: int = 0
     server: str | None = None
     server_model: str | None = None
+    engines: EngineSettings = field(default_factory=lambda: EngineSettings(mode=IN_PROCESS))
+    batch_size: int = 1
 
     @property
     def name(self) -> str:
@@ -90,6 +104,7 @@ class DecideStudy:
             "study": self.name,
             **self.model.identity(),
             **served,
+            **mode_identity(self.model, self.engines, self.batch_size),
             "yes": self.yes,
             "no": self.no,
             "seed": self.seed,
@@ -106,6 +121,8 @@ class DecideStudy:
             raise InputError(
                 "a server's interface decides between yes and no; leave other words out"
             )
+        if self.server is None:
+            check_mode(self.model, self.engines, self.batch_size)
         names = [identity_of(name) for name in self.chosen_reductions]
         return [
             Item(
@@ -117,11 +134,13 @@ class DecideStudy:
                     "label": label,
                     "reduction": reduction,
                     "repetition": repetition,
+                    **together(group, place, self.batch_size),
                 },
             )
-            for source, number, text, label in self._read()
+            for group in grouped(self._read(), self.batch_size)
             for reduction in names
             for repetition in range(self.repetitions)
+            for place, (source, number, text, label) in enumerate(group)
         ]
 
     def _read(self) -> list[tuple[str, int, str, bool | None]]:
@@ -136,12 +155,21 @@ class DecideStudy:
             found.append((line.source, number, prompt, line.label))
         return found
 
+    @property
+    def in_processes(self) -> bool:
+        """Whether vLLM engines in processes of their own run, on this machine."""
+        return self.server is None and runs_in_processes(self.model, self.engines)
+
     def open(self) -> Worker:
-        """Load the model, or find the server."""
+        """Load the model, choose production engines, or find the server."""
         if self.server is not None:
             from fliptrace.studies.decide_server import ServerDecideWorker
 
             return ServerDecideWorker(self)
+        if self.in_processes:
+            from fliptrace.studies.decide_processes import DecideProcessWorker
+
+            return DecideProcessWorker(self)
         return DecideWorker(self)
 
     def report(self, rows: Sequence[Row]) -> Report:
@@ -162,18 +190,7 @@ class DecideWorker:
         """
         self._study = study
         self._engine = study.model.load()
-        self._yes, self._no = (self._first_token(word) for word in (study.yes, study.no))
-        if self._yes == self._no:
-            raise InputError(
-                f"{study.yes!r} and {study.no!r} begin with the same token ({self._yes}) in this tokenizer; choose "
-                "other words"
-            )
-
-    def _first_token(self, word: str) -> int:
-        ids = self._engine.tokenizer(word, add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise InputError(f"the label {word!r} encodes to no token")
-        return int(ids[0])
+        self._yes, self._no = label_tokens(self._engine.tokenizer, study.yes, study.no)
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, the kernels that ran, and the labels' tokens."""
@@ -195,23 +212,29 @@ class DecideWorker:
         set_reduction(engine, asked["reduction"], seed)
         engine.start(prompt.ids)
         yes, no, mass = decision(engine.step(), self._yes, self._no)
-        decided = yes >= 0.5
-        label = asked["label"]
         return {
             **reduction_of(engine),
+            **IN_THIS_PROCESS,
             "seed": seed if simulates(engine, asked["reduction"]) else None,
             "prompt": asked["source"],
             "number": asked["number"],
             "repetition": asked["repetition"],
             "prompt_ids_sha256": ids_sha256(prompt.ids),
             "prompt_tokens": len(prompt.ids),
-            "yes": yes,
-            "no": no,
-            "label_mass": mass,
-            "decision": decided,
-            "label": label,
-            "correct": None if label is None else decided == label,
+            **decided(yes, no, mass, asked["label"]),
         }
+
+
+def decided(yes: float, no: float, mass: float, label: bool | None) -> dict[str, Any]:
+    """Return a row's columns about a decision: from 0.5 on it is yes."""
+    return {
+        "yes": yes,
+        "no": no,
+        "label_mass": mass,
+        "decision": yes >= 0.5,
+        "label": label,
+        "correct": None if label is None else (yes >= 0.5) == label,
+    }
 
 
 def decision(logits: torch.Tensor, yes: int, no: int) -> tuple[float, float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fliptrace.studies.decide import pairs_of
+from fliptrace.studies.engine_process_reductions import IN_PROCESS, mode_lines
 from fliptrace.studies.engines import identity_of, is_repeatable
 from fliptrace.studies.items import Row
 from fliptrace.studies.results import markdown_table
@@ -30,6 +31,10 @@ _READ = (
     "Probabilities are read from the next token's logits by fliptrace, on either engine alike, not through vLLM's "
     "structured-decision interface (--server)."
 )
+_OF_VLLM = (
+    "Probabilities are normalised from vLLM's own log-probabilities of the two labels (logprob_token_ids), the read of "
+    "its structured-decision interface."
+)
 _SERVED = (
     "Probabilities came through the server's own structured-decision interface (/v1/systemone, noul); which reduction "
     "ran cannot be known from outside."
@@ -39,6 +44,10 @@ _COLUMNS = (
     Column("key", "string", "digest of the item's arguments"),
     Column("reduction", "string", "as the engine says it"),
     Column("schedule", "string", "who orders atomics: hardware, a simulated schedule, nobody"),
+    Column(
+        "mode", "string", "in-process, or the mode of vLLM's own engine: graphs, compiled, eager"
+    ),
+    Column("batch_size", "int", "requests at once"),
     Column("seed", "int", "schedule seed, where simulated"),
     Column("prompt", "string", "the row's name"),
     Column("number", "int", "the row, from 0"),
@@ -90,11 +99,12 @@ def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
         *(markdown_table(header, table) if shown else ["No repetition has been compared yet."]),
         "",
         (
-            f"{_READ if study.server is None else _SERVED} Intervals (95 %): over comparisons by a bootstrap of whole "
+            f"{_read(study, rows)} Intervals (95 %): over comparisons by a bootstrap of whole "
             "texts, over texts exact; p by sign flips with texts as units."
         ),
         "",
         _PAPER,
+        *mode_lines(rows),
     ]
     if any(row["seed"] is not None for row in rows):
         lines += [
@@ -115,6 +125,13 @@ def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
         figure=_figure(pairs) if pairs else None,
         unrepeatable=unrepeatable,
     )
+
+
+def _read(study: DecideStudy, rows: Sequence[Row]) -> str:
+    if study.server is not None:
+        return _SERVED
+    by_vllm = any((row.get("mode") or IN_PROCESS) != IN_PROCESS for row in rows)
+    return _OF_VLLM if by_vllm else _READ
 
 
 def _of(

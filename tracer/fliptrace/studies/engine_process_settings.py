@@ -137,10 +137,10 @@ class EngineSettings:
             max_num_seqs=max(batches),
             max_num_batched_tokens=max(self.max_num_batched_tokens, *batches),
             **lora,
-            **options,
         )
         if self.max_model_len is not None:
             arguments["max_model_len"] = self.max_model_len
+        arguments |= options
         settings = {
             "options": arguments,
             "adapters": list(adapters),
@@ -148,7 +148,7 @@ class EngineSettings:
             "batches": sorted(batches),
         }
         # Workers on other GPUs have engines of the same names.
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        devices = variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         place = f"{name} gpu {devices}" if devices else name
         return EngineProcess(
             name,

@@ -95,9 +95,14 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Any, list[Any]]:
         "cuda_initialised_by_plugins": torch.cuda.is_initialized(),
     }
     mode = settings.get("mode")
+    options = dict(settings["options"])
     if mode:
         check_switch()
-    options = settings["options"] | (compilation(mode, settings["batches"]) if mode else {})
+        facts["mode"] = mode = settled(mode)
+        options |= compilation(mode, settings["batches"])
+    if not gives_scores(options.get("logprobs_mode")):
+        del options["logprobs_mode"]
+        facts["scores"] = False
     llm = vllm.LLM(**options)
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
@@ -126,27 +131,47 @@ def check_switch() -> None:
         )
 
 
-def compilation(mode: str, batches: list[int]) -> dict[str, Any]:
-    """Return how decoding runs: from CUDA graphs alone, as vLLM would have it, or eager.
+def settled(mode: str) -> str:
+    """Return the mode that runs here: ``auto`` is ``graphs`` on CUDA and ``eager`` on the CPU.
 
-    Args:
-        mode: ``auto`` is ``graphs`` on CUDA and ``eager`` on the CPU.
-        batches: numbers of requests at once; each gets a graph of its own.
+    Raises:
+        InputError: CUDA graphs or compilation without CUDA.
     """
     from vllm.platforms import current_platform
 
     from fliptrace.errors import InputError
-    from fliptrace.studies.engine_process import GRAPHS_ONLY
 
     on_cuda = current_platform.is_cuda()
     if mode == "auto":
-        mode = "graphs" if on_cuda else "eager"
+        return "graphs" if on_cuda else "eager"
+    if mode != "eager" and not on_cuda:
+        raise InputError(f"mode {mode!r} needs CUDA; this vLLM runs on another device: use eager")
+    return mode
+
+
+def compilation(mode: str, batches: list[int]) -> dict[str, Any]:
+    """Return how decoding runs: from CUDA graphs alone, as vLLM would have it, or eager.
+
+    Args:
+        mode: ``graphs``, ``compiled`` or ``eager``.
+        batches: numbers of requests at once; each gets a graph of its own.
+    """
+    from fliptrace.studies.engine_process import GRAPHS_ONLY
+
     if mode == "eager":
         return {"enforce_eager": True}
-    if not on_cuda:
-        raise InputError(f"mode {mode!r} needs CUDA; this vLLM runs on another device: use eager")
-    sizes = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})}
+    most = max(batches)
+    sizes = {
+        "cudagraph_capture_sizes": sorted({size for size in (1, 2, 4, 8, *batches) if size <= most})
+    }
     return {"compilation_config": sizes if mode == "compiled" else GRAPHS_ONLY | sizes}
+
+
+def gives_scores(wanted: str | None) -> bool:
+    """Tell whether this vLLM can give scores of the wanted kind with its tokens."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return wanted is None or "logprobs_mode" in EngineArgs.__dataclass_fields__
 
 
 def sampling(command: dict[str, Any], **more: Any) -> Any:
@@ -237,6 +262,20 @@ def timed(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, A
     return {"seconds": seconds, "times": times, "tokens": tokens}
 
 
+def continue_texts(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, Any]:
+    """Continue texts with scores; see engine_process_texts, which is not to be imported before plugins are loaded."""
+    from fliptrace.studies.engine_process_texts import continue_texts as answers
+
+    return answers(sampling, llm, adapters, command)
+
+
+def decide_texts(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, Any]:
+    """Read two words' log-probabilities as the next token of texts; see engine_process_texts."""
+    from fliptrace.studies.engine_process_texts import decide_texts as answers
+
+    return answers(sampling, llm, adapters, command)
+
+
 def chat(llm: Any, _adapters: list[Any], command: dict[str, Any]) -> dict[str, Any]:
     """Turn texts into token ids: of a chat's first turn, or as they are if ``template`` is false."""
     tokenizer = llm.get_tokenizer()
@@ -316,6 +355,8 @@ def locate(llm: Any, adapters: list[Any], command: dict[str, Any]) -> dict[str, 
 
 COMMANDS: dict[str, Callable[[Any, list[Any], dict[str, Any]], dict[str, Any]]] = {
     "chat": chat,
+    "continue_texts": continue_texts,
+    "decide_texts": decide_texts,
     "describe": describe,
     "forget_prefixes": forget_prefixes,
     "generate": generate,

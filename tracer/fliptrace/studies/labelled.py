@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fliptrace.errors import InputError
 
@@ -69,6 +70,25 @@ def read_labelled(
 def decision_prompt(text: str, question: str, yes: str, no: str) -> str:
     """Return what is asked of a text."""
     return f"{text}\n\n{question} Answer {yes} or {no}."
+
+
+def label_tokens(tokenizer: Any, yes: str, no: str) -> tuple[int, int]:
+    """Return the tokens with which the two answers begin.
+
+    Raises:
+        InputError: an answer encodes to no token, or both begin with the same one.
+    """
+    found = []
+    for word in (yes, no):
+        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise InputError(f"the label {word!r} encodes to no token")
+        found.append(int(ids[0]))
+    if found[0] == found[1]:
+        raise InputError(
+            f"{yes!r} and {no!r} begin with the same token ({found[0]}) in this tokenizer; choose other words"
+        )
+    return found[0], found[1]
 
 
 def _label(text: str, number: int, threshold: float) -> bool:

@@ -12,6 +12,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fliptrace.errors import InputError
+from fliptrace.studies.engine_process_reductions import (
+    IN_PROCESS,
+    IN_THIS_PROCESS,
+    check_mode,
+    grouped,
+    mode_identity,
+    runs_in_processes,
+    together,
+)
+from fliptrace.studies.engine_process_settings import EngineSettings
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
@@ -27,7 +37,7 @@ from fliptrace.studies.engines import (
 from fliptrace.studies.items import Item, Row
 from fliptrace.studies.programs import ProgramJudge
 from fliptrace.studies.sandbox import Limits, open_sandbox
-from fliptrace.studies.study import Report
+from fliptrace.studies.study import Report, Worker
 from fliptrace.studies.tasks import Scorer, Selection, load_scorer, read_questions, score
 
 PAPER_REDUCTIONS = ("atomic:8", "unsplit", "deterministic:8")
@@ -48,6 +58,8 @@ class RepeatStudy:
         scorer: ``module:function``, None for the comparison of final answers.
         run_programs: with MBPP, run the generated programs against their tests, in a sandbox; else they are only
             compared with each other.
+        engines: with vLLM, how engines in processes of their own are made; their mode may be ``in-process``.
+        batch_size: requests at once, on such an engine; 1 in the paper.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -59,6 +71,8 @@ class RepeatStudy:
     seed: int = 0
     scorer: str | None = None
     run_programs: bool = False
+    engines: EngineSettings = field(default_factory=lambda: EngineSettings(mode=IN_PROCESS))
+    batch_size: int = 1
 
     @property
     def name(self) -> str:
@@ -73,6 +87,7 @@ class RepeatStudy:
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
             "scorer": self.scorer,
+            **mode_identity(self.model, self.engines, self.batch_size),
             **({"run_programs": True} if self.run_programs else {}),
         }
 
@@ -91,7 +106,13 @@ class RepeatStudy:
                 f"programs are run with --task mbpp:PATH and without a scorer; got the task {self.task!r}"
                 + (f" and the scorer {self.scorer!r}" if self.scorer else "")
             )
+        check_mode(self.model, self.engines, self.batch_size)
         names = [identity_of(name) for name in self.reductions]
+        questions = read_questions(self.task, self.selection)
+        texts = [(question.source, question.number, question.text) for question in questions]
+        groups = zip(
+            grouped(questions, self.batch_size), grouped(texts, self.batch_size), strict=True
+        )
         return [
             Item(
                 f"{question.source} | {reduction} | repetition {repetition}",
@@ -99,11 +120,13 @@ class RepeatStudy:
                     "question": question.arguments(),
                     "reduction": reduction,
                     "repetition": repetition,
+                    **together(named, place, self.batch_size),
                 },
             )
-            for question in read_questions(self.task, self.selection)
+            for group, named in groups
             for reduction in names
             for repetition in range(self.repetitions)
+            for place, question in enumerate(group)
         ]
 
     @property
@@ -111,8 +134,17 @@ class RepeatStudy:
         """True where answers are programs with tests."""
         return self.task.startswith("mbpp:") and self.scorer is None
 
-    def open(self) -> RepeatWorker:
-        """Load the model."""
+    @property
+    def in_processes(self) -> bool:
+        """Whether vLLM engines in processes of their own run, on this machine."""
+        return runs_in_processes(self.model, self.engines)
+
+    def open(self) -> Worker:
+        """Load the model, or choose production engines."""
+        if self.in_processes:
+            from fliptrace.studies.repeat_processes import RepeatProcessWorker
+
+            return RepeatProcessWorker(self)
         return RepeatWorker(self)
 
     def report(self, rows: Sequence[Row]) -> Report:
@@ -122,25 +154,52 @@ class RepeatStudy:
         return repeat_report(self, rows)
 
 
-class RepeatWorker:
-    """Generates."""
+class Judge:
+    """Scores what was generated: as answers or, with MBPP, as programs."""
 
     def __init__(self, study: RepeatStudy) -> None:
-        """Load model and scorer, and open the sandbox where programs are to run."""
-        self._study = study
+        """Load the scorer, and open the sandbox where programs are to run."""
         self._programs: ProgramJudge | None = None
         if study.writes_programs:
             limits = Limits()
-            # Before the model is loaded: a refusal comes at once.
             sandbox = open_sandbox(limits) if study.run_programs else None
             self._programs = ProgramJudge(sandbox, limits)
-        self._engine = study.model.load()
         self._scorer: Scorer | None = load_scorer(study.scorer)
 
     def describe(self) -> dict[str, Any]:
+        """Return how programs are judged; nothing for other answers."""
+        return self._programs.describe() if self._programs else {}
+
+    def columns(self, text: str, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a row about its answer."""
+        answer: str | None
+        outcome = None
+        if self._programs is not None:
+            answer, correct, outcome = self._programs.judge(text, question["row"])
+        else:
+            answer, correct = score(text, question["gold"], question["row"], self._scorer)
+        return {
+            "text": text,
+            "gold": question["gold"],
+            "answer": answer,
+            "correct": correct,
+            "outcome": outcome,
+        }
+
+
+class RepeatWorker:
+    """Generates, in this process."""
+
+    def __init__(self, study: RepeatStudy) -> None:
+        """Load model and judge."""
+        self._study = study
+        # Before the model is loaded: a refusal comes at once.
+        self._judge = Judge(study)
+        self._engine = study.model.load()
+
+    def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, and the kernels that ran."""
-        described = describe_engine(self._engine, self._study.reductions)
-        return described | (self._programs.describe() if self._programs else {})
+        return describe_engine(self._engine, self._study.reductions) | self._judge.describe()
 
     def run(self, item: Item) -> dict[str, Any]:
         """Generate once and score the text."""
@@ -161,14 +220,9 @@ class RepeatWorker:
             seed=seed,
             max_new_tokens=study.max_new_tokens,
         )
-        answer: str | None
-        outcome = None
-        if self._programs is not None:
-            answer, correct, outcome = self._programs.judge(made.text, question["row"])
-        else:
-            answer, correct = score(made.text, question["gold"], question["row"], self._scorer)
         return {
             **reduction_of(self._engine),
+            **IN_THIS_PROCESS,
             "seed": seed if simulates(self._engine, reduction) else None,
             "prompt": question["source"],
             "number": question["number"],
@@ -180,11 +234,7 @@ class RepeatWorker:
             "margins": list(made.margins),
             "ties": made.ties,
             "stop_reason": made.stop_reason,
-            "text": made.text,
-            "gold": question["gold"],
-            "answer": answer,
-            "correct": correct,
-            "outcome": outcome,
+            **self._judge.columns(made.text, question),
         }
 
 
@@ -199,7 +249,7 @@ class RepeatComparison:
         changed: the token sequences differ.
         first_divergence: step (0-based) of the first token that differs, None without one.
         positions: of the matching prefix.
-        logits_differing: positions whose selected token's logit has another bit.
+        logits_differing: positions whose selected token's logit has another bit; None where logits were not recorded.
         logits_sum: sum of |difference| over these positions; logits_largest: the largest.
         answer_changed: the answers differ; None where a task gives none.
         before: whether repetition 0 is right; after: whether this one is. None where it cannot be told.
@@ -211,9 +261,9 @@ class RepeatComparison:
     changed: bool
     first_divergence: int | None
     positions: int
-    logits_differing: int
-    logits_sum: float
-    logits_largest: float
+    logits_differing: int | None
+    logits_sum: float | None
+    logits_largest: float | None
     answer_changed: bool | None
     before: bool | None
     after: bool | None
@@ -228,8 +278,11 @@ def compare_rows(first: Mapping[str, Any], other: Mapping[str, Any]) -> RepeatCo
     before, after = first["token_ids"], other["token_ids"]
     divergence = first_divergence(before, after)
     positions = len(before) if divergence is None else divergence
-    pairs = zip(first["selected_logits"][:positions], other["selected_logits"], strict=False)
-    differences = [abs(one - two) for one, two in pairs if one != two]
+    recorded = first["selected_logits"] is not None and other["selected_logits"] is not None
+    differences: list[float] = []
+    if recorded:
+        pairs = zip(first["selected_logits"][:positions], other["selected_logits"], strict=False)
+        differences = [abs(one - two) for one, two in pairs if one != two]
     with_answer = first["answer"] is not None or other["answer"] is not None
     return RepeatComparison(
         reduction=first["reduction"],
@@ -238,9 +291,9 @@ def compare_rows(first: Mapping[str, Any], other: Mapping[str, Any]) -> RepeatCo
         changed=divergence is not None,
         first_divergence=divergence,
         positions=positions,
-        logits_differing=len(differences),
-        logits_sum=sum(differences),
-        logits_largest=max(differences, default=0.0),
+        logits_differing=len(differences) if recorded else None,
+        logits_sum=sum(differences) if recorded else None,
+        logits_largest=max(differences, default=0.0) if recorded else None,
         answer_changed=first["answer"] != other["answer"] if with_answer else None,
         before=first["correct"],
         after=other["correct"],

@@ -6,6 +6,7 @@ import statistics as plain_statistics
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fliptrace.studies.engine_process_reductions import mode_lines
 from fliptrace.studies.engines import identity_of, is_repeatable
 from fliptrace.studies.items import Row
 from fliptrace.studies.repeat import RepeatComparison, comparisons_of
@@ -33,11 +34,17 @@ _PAPER_MBPP = (
     "program passes, logits at 18.30 % of positions; unsplit and deterministic:8 none."
 )
 
+_NOT_RECORDED = "not recorded"
+
 ROW_COLUMNS = (
     Column("item", "string", "the item's name"),
     Column("key", "string", "digest of the item's arguments"),
     Column("reduction", "string", "as the engine says it"),
     Column("schedule", "string", "who orders atomics: hardware, a simulated schedule, nobody"),
+    Column(
+        "mode", "string", "in-process, or the mode of vLLM's own engine: graphs, compiled, eager"
+    ),
+    Column("batch_size", "int", "requests at once"),
     Column("seed", "int", "schedule seed, where simulated"),
     Column("prompt", "string", "the prompt's name"),
     Column("number", "int", "its row in the data set, from 0"),
@@ -45,7 +52,11 @@ ROW_COLUMNS = (
     Column("prompt_ids_sha256", "string", "of the prompt's token ids"),
     Column("prompt_tokens", "int", "how many"),
     Column("token_ids", "ints", "generated"),
-    Column("selected_logits", "floats", "raw logit of the selected token, per step"),
+    Column(
+        "selected_logits",
+        "floats",
+        "raw logit of the selected token, per step; missing: not recorded",
+    ),
     Column("margins", "floats", "largest logit less the second, per step"),
     Column("ties", "int", "steps whose two best logits are equal"),
     Column("stop_reason", "string", "why it ended"),
@@ -86,6 +97,7 @@ def repeat_report(study: RepeatStudy, rows: Sequence[Row]) -> Report:
                 "seed). Shares under atomic depend on that simulation, not on a GPU's scheduler."
             ),
         ]
+    lines += mode_lines(rows)
     if study.task.startswith("gsm8k:"):
         lines += ["", _PAPER]
     if study.task.startswith("mbpp:"):
@@ -118,7 +130,7 @@ def repeat_report(study: RepeatStudy, rows: Sequence[Row]) -> Report:
 
 
 def _varied(entry: dict[str, Any]) -> bool:
-    return bool(entry["changed"].hits or entry["logits"].hits)
+    return bool(entry["changed"].hits or (entry["logits"] and entry["logits"].hits))
 
 
 def _by_prompt(compared: Iterable[RepeatComparison]) -> list[list[RepeatComparison]]:
@@ -134,7 +146,11 @@ def _of_reduction(
     groups = _by_prompt(each for each in everything if each.reduction == name)
     compared = [each for group in groups for each in group]
     sizes = [len(group) for group in groups]
-    positions = [sum(each.positions for each in group) for group in groups]
+    # Engines that give no logits leave none to compare.
+    scored_groups = [
+        [each for each in group if each.logits_differing is not None] for group in groups
+    ]
+    positions = [sum(each.positions for each in group) for group in scored_groups]
     first = [row for row in rows if row["reduction"] == name and row["repetition"] == 0]
     scored = [row["correct"] for row in first if row["correct"] is not None]
     judged = [
@@ -161,10 +177,12 @@ def _of_reduction(
             e.first_divergence for e in compared if e.first_divergence is not None
         ),
         "logits": clustered_share(
-            [sum(e.logits_differing for e in group) for group in groups], positions
-        ),
-        "logits_mean": sum(e.logits_sum for e in compared) / max(1, sum(positions)),
-        "logits_largest": max((e.logits_largest for e in compared), default=0.0),
+            [sum(e.logits_differing or 0 for e in group) for group in scored_groups], positions
+        )
+        if any(scored_groups)
+        else None,
+        "logits_mean": sum(e.logits_sum or 0.0 for e in compared) / max(1, sum(positions)),
+        "logits_largest": max((e.logits_largest or 0.0 for e in compared), default=0.0),
         "answers": clustered_share(
             [sum(bool(e.answer_changed) for e in group) for group in answered],
             [len(group) for group in answered],
@@ -199,8 +217,10 @@ def _lines(shown: Sequence[dict[str, Any]]) -> list[str]:
             str(entry["changed"]),
             str(entry["prompts_changed"]),
             _quartiles(entry["first_divergences"]),
-            str(entry["logits"]),
-            f"{entry['logits_mean']:.3g}, {entry['logits_largest']:.3g}",
+            str(entry["logits"] or _NOT_RECORDED),
+            f"{entry['logits_mean']:.3g}, {entry['logits_largest']:.3g}"
+            if entry["logits"]
+            else _NOT_RECORDED,
             str(entry["answers"]),
             str(entry["right_to_wrong"]) if entry["judged"] else "not scored",
             str(entry["wrong_to_right"]) if entry["judged"] else "not scored",
@@ -220,7 +240,8 @@ def _lines(shown: Sequence[dict[str, Any]]) -> list[str]:
         name, prompts = entry["reduction"], entry["prompts_any_bit"]
         if not _varied(entry):
             lines.append(
-                f"- {name}: no token and no selected logit changed in {entry['comparisons']:,} comparisons, "
+                f"- {name}: no token{' and no selected logit' if entry['logits'] else ''} changed in "
+                f"{entry['comparisons']:,} comparisons, "
                 f"{prompts.trials:,} prompts; repeatable in these runs. A prompt changes with at most "
                 f"{100 * prompts.interval.high:.3g} % (95 %)."
             )
@@ -253,7 +274,9 @@ def _figure(shown: Sequence[dict[str, Any]]) -> Any:
             "prompts with a change": {
                 entry["reduction"]: entry["prompts_changed"] for entry in shown
             },
-            "selected logits changed": {entry["reduction"]: entry["logits"] for entry in shown},
+            "selected logits changed": {
+                entry["reduction"]: entry["logits"] for entry in shown if entry["logits"]
+            },
         },
         title="Changed between repetitions of the same greedy request",
     )

@@ -1,24 +1,39 @@
 #!/usr/bin/env bash
-# First passes of trace-check, trace-study and trace-study train on this machine's GPU, inside vLLM.
+# trace-check, trace-study and trace-study train on NVIDIA GPUs, inside vLLM: the paper's tables 1 and 2 and figure 3.
 #
-#   MODEL=... ADAPTER=... DATA=... bash examples/measure/studies_gpu.sh FOLDER STEP...
+#   MODEL=... ADAPTER=... DATA=... bash examples/measure/studies_gpu.sh FOLDER STEP[+STEP...]...
 #
-# Steps, each into FOLDER/STEP (studies go on where a folder has rows already):
+# Steps, each into FOLDER/STEP; those joined by + run side by side. Studies go on where a folder has rows, trainings are
+# not run again where there is an adapter.
 #
 #   check-own    trace-check on vLLM's own shrink; exit code 1 is expected
 #   check-fixed  the same stack with deterministic:8; exit code 0 is expected
-#   repeat       20 GSM8K prompts × 4 under vllm-own and deterministic:8
-#   replay       shrinks of 10 prompts × 5 executions
-#   decide       100 claims × 4 under vllm-own, unsplit and deterministic:8
 #   claims       the labelled set (no GPU)
 #   train-16, train-32      adapters for GSM8K, rank 16 and 32
 #   train-claims            an adapter for the labelled set, rank 16
-#   decide-claims           decide with that adapter
-#   repeat-16, repeat-32    repeat with the new adapters
+#   repeat       table 1: 50 GSM8K prompts × 10, at most 150 tokens, with ADAPTER
+#   repeat-16, repeat-32    the same with the adapters trained here
+#   decide       table 2: 500 claims × 10, with ADAPTER
+#   decide-claims           the same with the adapter trained here
+#   replay       figure 3: shrinks of 10 prompts × 5 executions, with ADAPTER
+#
+# repeat and decide run as vLLM serves: an engine per reduction (vllm-own, atomic:8, unsplit, deterministic:8) in a
+# process of its own, CUDA graphs, one request at a time, engines dealt to the GPUs in turn.
+#
+# On two H200 (estimated from shorter runs there; engines start in 60 to 120 s, a token takes 3 to 5 ms):
+#   claims+train-32                            300 s (BATCH=64: 170 s)      train-claims: 230 s
+#   repeat+replay                              300 s
+#   repeat-32+decide-claims                    330 s
+#   repeat+repeat-32+decide-claims+replay      500 s, with MINUTES=8 for a limit of ten minutes
+#
+# With MINUTES=0 nothing runs and nothing of vLLM or a GPU is needed: the reports are written from the rows that are
+# there, on any machine that has the same DATA and claims.
 #
 # Settings: MODEL, ADAPTER; DATA, a folder with GSM8K's train.jsonl and test.jsonl; PYTHON; PROMPTS, REPETITIONS,
-# TOKENS, MINUTES (of each study), STEPS (of each training, at most), ENGINE, for more or less. Exit code 1 if a step's
-# was not the expected one.
+# TOKENS, DECISIONS, REDUCTIONS, for more or less; MINUTES, after which a study begins no more work; STEPS, at most, and
+# BATCH, of each training; ADAPTER_16, ADAPTER_32 and ADAPTER_CLAIMS where they were trained elsewhere, CLAIMS, a test.csv;
+# STEPPED and SERVED, the options of engines in this process and of their own; SCRATCH for their logs and caches. Exit
+# code 1 if a step's was not the expected one.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 PYTHON="${PYTHON:-python3}"
@@ -26,15 +41,16 @@ folder="${1:?a folder}"
 shift
 export PYTHONPATH="tracer:interventions:kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-ERROR}" VLLM_NO_USAGE_STATS=1
-read -r -a engine <<<"${ENGINE:---engine vllm --attention TRITON_ATTN --vllm-argument gpu_memory_utilization=0.2}"
+read -r -a stepped <<<"${STEPPED:---engine vllm --attention TRITON_ATTN --vllm-argument gpu_memory_utilization=0.2}"
+read -r -a served <<<"${SERVED:---engine vllm --attention TRITON_ATTN --mode graphs --cache-gib 1 --max-model-len 2048 \
+--max-num-batched-tokens 2048 --start-seconds 400}"
 mkdir -p "$folder" || exit 2
-failed=()
 # Bounds need scipy; without the others rows are kept, and the same command writes the report where they are installed.
 for module in scipy pyarrow matplotlib plotly; do
     "$PYTHON" -c "import $module" 2>/dev/null || echo "warning: $PYTHON has no $module" >&2
 done
 
-# step NAME EXPECTED COMMAND...: runs it, keeps its output, shows the end of it.
+# step NAME EXPECTED COMMAND...: runs it, keeps its output, shows the end of it, and fails if the exit code is another.
 step() {
     local what="$1" expected="$2" start=$SECONDS status
     shift 2
@@ -42,62 +58,89 @@ step() {
     status=$?
     tail -n 30 "$folder/$what.out"
     printf '== %s: exit code %d (expected %d) after %d s\n' "$what" "$status" "$expected" "$((SECONDS - start))"
-    if [ "$status" != "$expected" ]; then failed+=("$what"); fi
+    [ "$status" = "$expected" ]
 }
 
-study() { step "$1" 0 fliptrace.command_line.trace_study "${@:2}" --out "$folder/$1" --quiet; }
-stack=("${engine[@]}" --model "${MODEL:?}")
-own=(--adapter "${ADAPTER:?}")
-minutes=(--budget-minutes "${MINUTES:-8}")
-length=(--max-new-tokens "${TOKENS:-160}" --repetitions "${REPETITIONS:-4}")
-both=(--reduction vllm-own --reduction deterministic:8)
+study() {
+    step "$1" 0 fliptrace.command_line.trace_study "${@:2}" --model "${MODEL:?}" --out "$folder/$1" --quiet \
+        --budget-minutes "${MINUTES:-8.5}"
+}
+read -r -a names <<<"${REDUCTIONS:-vllm-own atomic:8 unsplit deterministic:8}"
+reductions=()
+for name in "${names[@]}"; do reductions+=(--reduction "$name"); done
+repetitions=(--repetitions "${REPETITIONS:-10}")
 claim="Is the claimed answer right?"
-last=(--max-steps "${STEPS:-100000}")
+last=(--max-steps "${STEPS:-100000}" --batch "${BATCH:-32}")
 
-for name in "$@"; do
-    prompts=(--prompts "${PROMPTS:-20}")
-    case "$name" in
-    check-own) step "$name" 1 fliptrace.command_line.trace_check "${stack[@]}" "${own[@]}" --seconds 60 --quiet ;;
-    check-fixed)
-        step "$name" 0 fliptrace.command_line.trace_check "${stack[@]}" "${own[@]}" --seconds 60 --quiet \
-            --reduction deterministic:8 --save "$folder/golden.json"
-        ;;
-    repeat)
-        study "$name" repeat "${stack[@]}" "${own[@]}" --task "gsm8k:${DATA:?}/test.jsonl" "${prompts[@]}" \
-            "${length[@]}" "${both[@]}" "${minutes[@]}"
-        ;;
-    repeat-16 | repeat-32)
-        study "$name" repeat "${stack[@]}" --adapter "$folder/train-${name#repeat-}" \
-            --task "gsm8k:${DATA:?}/test.jsonl" "${prompts[@]}" "${length[@]}" "${both[@]}" "${minutes[@]}"
-        ;;
+# repeat NAME ADAPTER
+repeat() {
+    study "$1" repeat "${served[@]}" --scratch "${SCRATCH:-/tmp/fliptrace-studies}/$1" --adapter "$2" \
+        --task "gsm8k:${DATA:?}/test.jsonl" --prompts "${PROMPTS:-50}" --max-new-tokens "${TOKENS:-150}" \
+        "${repetitions[@]}" "${reductions[@]}"
+}
+
+# decide NAME ADAPTER
+decide() {
+    study "$1" decide "${served[@]}" --scratch "${SCRATCH:-/tmp/fliptrace-studies}/$1" --adapter "$2" \
+        --csv "${CLAIMS:-$folder/claims/test.csv}" --question "$claim" --prompts "${DECISIONS:-500}" \
+        "${repetitions[@]}" "${reductions[@]}"
+}
+
+# train NAME ARGUMENT...
+train() {
+    if [ -e "$folder/$1/adapter_model.safetensors" ]; then
+        echo "== $1: is there"
+        return
+    fi
+    step "$1" 0 fliptrace.command_line.trace_study train --model "${MODEL:?}" "${@:2}" "${last[@]}" \
+        --out "$folder/$1" --quiet
+}
+
+check() {
+    step "$1" "$2" fliptrace.command_line.trace_check "${stepped[@]}" --model "${MODEL:?}" --adapter "${ADAPTER:?}" \
+        --seconds 60 --quiet "${@:3}"
+}
+
+run() {
+    local trained_16="${ADAPTER_16:-$folder/train-16}" trained_32="${ADAPTER_32:-$folder/train-32}"
+    case "$1" in
+    check-own) check "$1" 1 ;;
+    check-fixed) check "$1" 0 --reduction deterministic:8 --save "$folder/golden.json" ;;
+    repeat) repeat "$1" "${ADAPTER:?}" ;;
+    repeat-16) repeat "$1" "$trained_16" ;;
+    repeat-32) repeat "$1" "$trained_32" ;;
+    decide) decide "$1" "${ADAPTER:?}" ;;
+    decide-claims) decide "$1" "${ADAPTER_CLAIMS:-$folder/train-claims}" ;;
     replay)
-        study "$name" replay "${stack[@]}" "${own[@]}" --task "gsm8k:${DATA:?}/test.jsonl" \
-            --prompts "$(((${PROMPTS:-20} + 1) / 2))" "${minutes[@]}"
+        study "$1" replay "${stepped[@]}" --adapter "${ADAPTER:?}" --task "gsm8k:${DATA:?}/test.jsonl" \
+            --prompts "$(((${PROMPTS:-50} + 4) / 5))"
         ;;
     claims)
-        "$PYTHON" examples/train_bundled_model/labelled_set.py --rows 6000 --test-rows 500 --out "$folder/claims" \
-            || failed+=("$name")
+        [ -e "$folder/claims/test.csv" ] \
+            || "$PYTHON" examples/train_bundled_model/labelled_set.py --rows 6000 --test-rows 500 --out "$folder/claims"
         ;;
-    decide | decide-claims)
-        [ "$name" = decide ] || own=(--adapter "$folder/train-claims")
-        study "$name" decide "${stack[@]}" "${own[@]}" --csv "$folder/claims/test.csv" --question "$claim" \
-            --prompts "$((5 * ${PROMPTS:-20}))" --repetitions "${REPETITIONS:-4}" --reduction vllm-own \
-            --reduction unsplit --reduction deterministic:8 "${minutes[@]}"
-        own=(--adapter "$ADAPTER")
-        ;;
-    train-16 | train-32)
-        study "$name" train --model "$MODEL" --task "gsm8k:${DATA:?}/train.jsonl" --rank "${name#train-}" \
-            --batch 32 "${last[@]}"
-        ;;
+    train-16 | train-32) train "$1" --task "gsm8k:${DATA:?}/train.jsonl" --rank "${1#train-}" ;;
     train-claims)
-        study "$name" train --model "$MODEL" --task "csv:$folder/claims/train.csv" --question "$claim" \
-            --validation-rows 500 --batch 32 "${last[@]}"
+        train "$1" --task "csv:$folder/claims/train.csv" --question "$claim" --validation-rows 500
         ;;
     *)
-        echo "no step $name" >&2
-        exit 2
+        echo "no step $1" >&2
+        return 2
         ;;
     esac
+}
+
+failed=()
+for together in "$@"; do
+    IFS=+ read -r -a several <<<"$together"
+    running=()
+    for name in "${several[@]}"; do
+        run "$name" &
+        running+=("$!")
+    done
+    for number in "${!several[@]}"; do
+        wait "${running[$number]}" || failed+=("${several[$number]}")
+    done
 done
 if [ "${#failed[@]}" != 0 ]; then
     echo "not as expected: ${failed[*]}; see $folder"

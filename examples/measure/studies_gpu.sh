@@ -15,14 +15,15 @@
 #   repeat-16, repeat-32    the same with the adapters trained here
 #   decide       table 2: 500 claims × 10, with ADAPTER
 #   decide-claims           the same with the adapter trained here
-#   replay       figure 3: shrinks of 10 prompts × 5 executions, with ADAPTER
+#   replay       figure 3: shrinks of 10 prompts × 5 executions, captured in vLLM, with ADAPTER
+#   replay-transformers     the same, captured in transformers
 #
 # repeat and decide run as vLLM serves: an engine per reduction (vllm-own, atomic:8, unsplit, deterministic:8) in a
 # process of its own, CUDA graphs, one request at a time, engines dealt to the GPUs in turn.
 #
 # On two H200 (estimated from shorter runs there; engines start in 60 to 120 s, a token takes 3 to 5 ms):
 #   claims+train-32                            300 s (BATCH=64: 170 s)      train-claims: 230 s
-#   repeat+replay                              300 s
+#   repeat+replay+replay-transformers          300 s (the replays 60 to 90 s)
 #   repeat-32+decide-claims                    330 s
 #   repeat+repeat-32+decide-claims+replay      500 s, with MINUTES=8 for a limit of ten minutes
 #
@@ -111,8 +112,10 @@ run() {
     repeat-32) repeat "$1" "$trained_32" ;;
     decide) decide "$1" "${ADAPTER:?}" ;;
     decide-claims) decide "$1" "${ADAPTER_CLAIMS:-$folder/train-claims}" ;;
-    replay)
-        study "$1" replay "${stepped[@]}" --adapter "${ADAPTER:?}" --task "gsm8k:${DATA:?}/test.jsonl" \
+    replay | replay-transformers)
+        local engine=("${stepped[@]}")
+        [ "$1" = replay ] || engine=(--engine transformers)
+        study "$1" replay "${engine[@]}" --adapter "${ADAPTER:?}" --task "gsm8k:${DATA:?}/test.jsonl" \
             --prompts "$(((${PROMPTS:-50} + 4) / 5))"
         ;;
     claims)

@@ -16,7 +16,12 @@ import torch
 
 from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
-from fliptrace.studies.engine_process import EngineProcess, close_all, wait_for_all
+from fliptrace.studies.engine_process import (
+    EngineProcess,
+    EngineProcessError,
+    close_all,
+    wait_for_all,
+)
 from fliptrace.studies.engine_process_settings import (
     ANSWER_SECONDS,
     MODES,
@@ -237,7 +242,12 @@ class ReductionEngines:
         """
         if not self._engines:
             self.start(reductions)
-        wait_for_all(list(self._engines.values()), self._settings.start_seconds)
+        try:
+            wait_for_all(list(self._engines.values()), self._settings.start_seconds)
+        except EngineProcessError as error:
+            raise EngineProcessError(
+                f"{error}. --mode {IN_PROCESS} steps vLLM in this process instead, on a CPU under any reduction"
+            ) from error
         found: dict[str, Any] = {"kernels": {}, "arms": {}}
         for reduction, engine in self._engines.items():
             engine.ask("generate", ANSWER_SECONDS, prompts=[[1, 2, 3]], adapters=[0], tokens=2)

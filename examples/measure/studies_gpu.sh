@@ -21,11 +21,14 @@
 # repeat and decide run as vLLM serves: an engine per reduction (vllm-own, atomic:8, unsplit, deterministic:8) in a
 # process of its own, CUDA graphs, one request at a time, engines dealt to the GPUs in turn.
 #
-# On two H200 (estimated from shorter runs there; engines start in 60 to 120 s, a token takes 3 to 5 ms):
-#   claims+train-32                            300 s (BATCH=64: 170 s)      train-claims: 230 s
-#   repeat+replay+replay-transformers          300 s (the replays 60 to 90 s)
-#   repeat-32+decide-claims                    330 s
-#   repeat+repeat-32+decide-claims+replay      500 s, with MINUTES=8 for a limit of ten minutes
+# Seconds on two H200, estimated from shorter runs there: engines start in 60 to 120 s, a token takes 5 ms and up to 7
+# where eight engines work, a decision 20 ms:
+#
+#   claims+train-32                            320 (BATCH=64: 190)
+#   claims+train-claims                        240
+#   repeat+replay+replay-transformers          420 (the replays 90)
+#   repeat-32+decide-claims                    480
+#   repeat+repeat-32+decide-claims+replay      600: twice with MINUTES=7 where a command may take ten minutes
 #
 # With MINUTES=0 nothing runs and nothing of vLLM or a GPU is needed: the reports are written from the rows that are
 # there, on any machine that has the same DATA and claims.

@@ -24,6 +24,8 @@ REFUSED_KEYS: Mapping[str, str] = {
     "adapter.scaling_sha256": "load the adapter with the recorded scaling",
     "engine.name": "use the engine that recorded it",
 }
+#: Likewise, of recordings of a batch; missing from those of a request alone.
+_BATCH = "engine.neighbours.sha256"
 
 _TOLD_SECTIONS = ("model", "adapter", "tokenizer", "engine", "environment")
 
@@ -58,7 +60,20 @@ def check_trace(trace: Trace, engine: Engine, which: str) -> None:
                 f"{name} was recorded with {key} = {recorded}; this engine has {here}: {remedy}, or record the pair "
                 "again with this one"
             )
+    if manifest.get(_BATCH) != described.get(_BATCH):
+        raise InputError(
+            f"{name} is of a request {_company(manifest)}; this engine runs one {_company(described)}. Matrix products "
+            "over another number of rows are another computation, so nothing recorded could be rebuilt: load the "
+            "engine with the neighbours that were recorded"
+        )
     _check_records(trace, engine, name)
+
+
+def _company(manifest: Manifest) -> str:
+    count = manifest.get("engine.neighbours.count")
+    if count is None:
+        return "alone"
+    return f"with {count} neighbours (sha256 {str(manifest.get(_BATCH))[:12]}…)"
 
 
 def _check_records(trace: Trace, engine: Engine, name: str) -> None:

@@ -17,6 +17,7 @@ from fliptrace.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fliptrace.analysis import compare
+    from fliptrace.capture.vllm_engine import Neighbour
     from fliptrace.capture.vllm_engine.live import compare_executions, prepare_watch, watch
     from fliptrace.pair import (
         Pair,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Kind": "trace",
+    "Neighbour": "capture.vllm_engine",
     "Pair": "pair",
     "PairDiff": "verdicts",
     "PairSettings": "pair",
@@ -59,6 +61,7 @@ _HOMES = {
 
 __all__ = [
     "Kind",
+    "Neighbour",
     "Pair",
     "PairDiff",
     "PairSettings",

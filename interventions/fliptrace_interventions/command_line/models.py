@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,10 @@ from fliptrace.capture.sources import sha256_of
 from fliptrace.errors import InputError
 from fliptrace.manifest import Manifest
 from fliptrace.pair import bundled_model
+from fliptrace.pair.neighbours import recorded_neighbours
+
+if TYPE_CHECKING:
+    from fliptrace.capture.vllm_engine import Neighbour
 
 #: A manifest is data from elsewhere.
 _MOST_THREADS = 1024
@@ -37,6 +42,25 @@ def find_model(manifest: Manifest, near: Path) -> str:
 def find_adapter(manifest: Manifest, near: Path) -> str:
     """Find the recorded adapter; see find_model."""
     return _find("adapter", manifest, near, bundled_model().adapter, _adapter_hash)
+
+
+def find_neighbours(manifest: Manifest, near: Path) -> tuple[Neighbour | None, ...]:
+    """Return the neighbours that the pair was recorded with; their adapters are looked up as the traced one's is.
+
+    Raises:
+        InputError: an adapter is not here.
+    """
+
+    def adapter_of(name: str, recorded: str) -> str:
+        for place in _places(name, near, Path(bundled_model().adapter)):
+            if _adapter_hash(place) == recorded:
+                return str(place)
+        raise InputError(
+            f"the pair was recorded with a neighbour whose adapter {name} (sha256 {recorded[:12]}…) is not here under "
+            "that name with that hash; run the command where that name leads to it"
+        )
+
+    return recorded_neighbours(manifest, adapter_of)
 
 
 def use_recorded_threads(manifest: Manifest) -> None:

@@ -323,29 +323,26 @@ class _Model:
             InputError: it is not here, or cannot be loaded.
         """
         from fliptrace.pair import load_engine
-        from fliptrace_interventions.command_line.models import (
-            find_adapter,
-            find_model,
-            use_recorded_threads,
-        )
+        from fliptrace_interventions.command_line import models
 
         manifest = pair.reference.manifest
         device = self.device
         if device == "auto":
             device = str(manifest.get("environment.device") or "auto")
         if device == "cpu":
-            use_recorded_threads(manifest)
+            models.use_recorded_threads(manifest)
         engine = str(manifest.get("engine.name")) if self.engine == "auto" else self.engine
         recorded = manifest.get("engine.arguments") if engine == "vllm" else None
         passed = (recorded or {}) | read_vllm_arguments(self.vllm_argument, engine)
         return load_engine(
-            self.model or find_model(manifest, source),
-            self.adapter or find_adapter(manifest, source),
+            self.model or models.find_model(manifest, source),
+            self.adapter or models.find_adapter(manifest, source),
             engine=engine,
             device=device,
             dtype=str(manifest.get("model.dtype")) if self.dtype == "auto" else self.dtype,
             attention=str(manifest.get("model.attention") or "sdpa"),
             vllm_arguments=passed,
+            neighbours=models.find_neighbours(manifest, source) if engine == "vllm" else (),
         )
 
 

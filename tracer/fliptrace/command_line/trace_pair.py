@@ -30,7 +30,11 @@ from fliptrace.command_line.options import (
 from fliptrace.command_line.output import Output, figure_formats, show_document, show_summary
 from fliptrace.command_line.running import exit_code, progress_bar, run
 from fliptrace.command_line.runs import trace_one, trace_several
-from fliptrace.command_line.vllm_arguments import VllmArgumentOption, read_vllm_arguments
+from fliptrace.command_line.vllm_arguments import (
+    NeighboursOption,
+    VllmArgumentOption,
+    read_vllm_arguments,
+)
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
@@ -83,6 +87,7 @@ def trace_pair(
         typer.Option(help="Which attention of transformers runs.", rich_help_panel=MODEL),
     ] = AttentionName.SDPA,
     vllm_argument: VllmArgumentOption = None,
+    neighbours: NeighboursOption = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -258,8 +263,10 @@ def trace_pair(
             raise InputError(
                 "--demo brings its own model and prompts; leave out --model, --adapter, prompts and --dataset"
             )
-        if vllm_argument or engine is EngineName.VLLM:
-            raise InputError("--demo runs on transformers; leave out --engine and --vllm-argument")
+        if vllm_argument or neighbours or engine is EngineName.VLLM:
+            raise InputError(
+                "--demo runs on transformers; leave out --engine, --vllm-argument and --neighbours"
+            )
         if device not in ("auto", "cpu"):
             raise InputError(f"--demo runs on the CPU; got --device {device}")
         if dtype is not DtypeName.AUTO or attention is not AttentionName.SDPA or no_chat_template:
@@ -278,6 +285,7 @@ def trace_pair(
     texts = _texts(prompt or [], prompt_file or [], dataset, select or [])
     with progress_bar(output.quiet) as show:
         from fliptrace.pair import load_engine
+        from fliptrace.pair.neighbours import read_neighbours
 
         loaded = load_engine(
             model,
@@ -287,6 +295,7 @@ def trace_pair(
             dtype=str(dtype),
             attention=str(attention),
             vllm_arguments=passed,
+            neighbours=read_neighbours(neighbours, str(engine)),
         )
         prompts = _encode(loaded, texts, chat_template=not no_chat_template)
         if len(prompts) > 1:

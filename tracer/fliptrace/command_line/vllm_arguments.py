@@ -23,6 +23,16 @@ VllmArgumentOption = Annotated[
     ),
 ]
 
+NeighboursOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --engine vllm: requests that run in one batch with the traced one: how many of the bundled word "
+        "problems, or a file of JSON lines.",
+        metavar="N|FILE",
+        rich_help_panel=MODEL,
+    ),
+]
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 #: Text that may stand without quotes: names of backends, dtypes, paths.
 _WORD = re.compile(r"[A-Za-z_/~.][\w./:~-]*")

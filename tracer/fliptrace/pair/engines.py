@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fliptrace.errors import InputError
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from fliptrace.capture.transformers_engine import TransformersEngine
     from fliptrace.capture.vllm_engine import VllmEngine
+    from fliptrace.pair.neighbours import NeighbourLike
 
     LoadedEngine = TransformersEngine | VllmEngine
 
@@ -33,6 +34,7 @@ def load_engine(
     dtype: str = "auto",
     attention: str = "sdpa",
     vllm_arguments: Mapping[str, Any] | None = None,
+    neighbours: Sequence[NeighbourLike] = (),
 ) -> LoadedEngine:
     """Load a model with a LoRA adapter on an engine.
 
@@ -45,6 +47,8 @@ def load_engine(
         attention: ``sdpa`` or ``eager``; with vllm the name of its backend, such as ``TRITON_ATTN``, where ``sdpa``
             leaves the choice to vLLM.
         vllm_arguments: with vllm only: further arguments of ``vllm.LLM``.
+        neighbours: with vllm only: requests that run in one batch with the traced one, each a text, token ids or a
+            Neighbour; None among them is the place of the traced request in the queue, which is first without it.
 
     Raises:
         InputError: something cannot be found or read, or an option is none of the above.
@@ -53,7 +57,13 @@ def load_engine(
     if engine not in ENGINES:
         raise InputError(f"engine must be one of {', '.join(ENGINES)}; got {engine!r}")
     if engine == "vllm":
-        return _load_vllm(model, adapter, device, dtype, attention, dict(vllm_arguments or {}))
+        return _load_vllm(
+            model, adapter, device, dtype, attention, dict(vllm_arguments or {}), neighbours
+        )
+    if neighbours:
+        raise InputError(
+            f"neighbours go with engine='vllm', which computes batches; got engine={engine!r}"
+        )
     if vllm_arguments:
         raise InputError(
             f"vllm_arguments go with engine='vllm'; got engine={engine!r} and {sorted(vllm_arguments)}"
@@ -68,7 +78,12 @@ def load_engine(
 
 
 def attach(
-    llm: Any, adapter: Any, *, reduction: str = VLLM_OWN, seed: int | None = None
+    llm: Any,
+    adapter: Any,
+    *,
+    reduction: str = VLLM_OWN,
+    seed: int | None = None,
+    neighbours: Sequence[NeighbourLike] = (),
 ) -> AbstractContextManager[VllmEngine]:
     """Trace on a ``vllm.LLM`` that you already have, while inside a ``with`` block.
 
@@ -81,6 +96,7 @@ def attach(
         adapter: the LoRARequest that your own requests use, or the adapter's folder.
         reduction: how shrinks sum at first; ``vllm-own`` leaves them to vLLM's kernel.
         seed: arrival schedule of simulated atomics.
+        neighbours: see load_engine; the LLM must have room for them (max_num_seqs, max_loras).
 
     Returns:
         A context whose value is an engine, for trace_pair and everything else that takes one.
@@ -91,13 +107,33 @@ def attach(
     """
     from fliptrace.capture.vllm_engine import attach as attached
 
-    return attached(llm, adapter, reduction=reduction, seed=seed)
+    return attached(
+        llm,
+        adapter,
+        reduction=reduction,
+        seed=seed,
+        neighbours=_encoded(neighbours, llm.get_tokenizer),
+    )
+
+
+def _encoded(neighbours: Sequence[NeighbourLike], tokenizer: Callable[[], Any]) -> Any:
+    if not neighbours:
+        return ()
+    from fliptrace.pair.neighbours import encoded
+
+    return encoded(neighbours, tokenizer)
 
 
 def _load_vllm(
-    model: str, adapter: str, device: str, dtype: str, attention: str, arguments: dict[str, Any]
+    model: str,
+    adapter: str,
+    device: str,
+    dtype: str,
+    attention: str,
+    arguments: dict[str, Any],
+    neighbours: Sequence[NeighbourLike],
 ) -> VllmEngine:
-    from fliptrace.capture.vllm_engine import VllmEngine, load_llm
+    from fliptrace.capture.vllm_engine import VllmEngine, load_llm, load_tokenizer
 
     if attention == "eager":
         raise InputError(
@@ -106,7 +142,16 @@ def _load_vllm(
         )
     if attention not in _NO_BACKEND:
         arguments.setdefault("attention_backend", attention)
-    return VllmEngine(load_llm(model, adapter, device=device, dtype=dtype, arguments=arguments))
+    return VllmEngine(
+        load_llm(
+            model,
+            adapter,
+            device=device,
+            dtype=dtype,
+            arguments=arguments,
+            neighbours=_encoded(neighbours, lambda: load_tokenizer(model)),
+        )
+    )
 
 
 def shrink_weights(engine: LoadedEngine) -> dict[str, Tensor]:

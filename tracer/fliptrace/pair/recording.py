@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fliptrace.manifest import Manifest
 from fliptrace.pair.engines import VLLM_OWN
+from fliptrace.pair.neighbours import without_prompts
 from fliptrace.pair.prompts import Prompt
 from fliptrace.pair.settings import PairSettings
 from fliptrace.store import TraceWriter
@@ -115,6 +116,8 @@ def manifest_of(run: Run, options: RecorderOptions, attempt: int) -> Manifest:
     }
     if run.key is None:
         described["prompt"] |= {"ids": list(prompt.ids), "text": prompt.text}
+    elif "neighbours" in described["engine"]:
+        described["engine"]["neighbours"] = without_prompts(described["engine"]["neighbours"])
     from fliptrace.capture.decoding import TIE_RULE
 
     described["decoding"] = {

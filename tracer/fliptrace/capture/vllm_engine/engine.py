@@ -18,8 +18,9 @@ from fliptrace.capture.engine import (
 )
 from fliptrace.capture.environment import describe_environment
 from fliptrace.capture.vllm_engine import cache as paged_cache
+from fliptrace.capture.vllm_engine.batch import BatchRows, check_batch, require_mapping
 from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
-from fliptrace.capture.vllm_engine.hooks import consumption, observe, outside
+from fliptrace.capture.vllm_engine.hooks import consumption, observe, outside, stack_path
 from fliptrace.capture.vllm_engine.hosting import check_plugin, check_settings, find_host
 from fliptrace.capture.vllm_engine.loading import LoadedLlm
 from fliptrace.capture.vllm_engine.operations import OperationWatch
@@ -29,6 +30,7 @@ from fliptrace.capture.vllm_engine.shrinks import (
     ShrinkPath,
     ShrinkRuntime,
     adapted_layers,
+    check_fired,
     numbered,
 )
 from fliptrace.capture.vllm_engine.slot_filling import SlotFiller
@@ -38,10 +40,11 @@ from fliptrace.sites import Site
 
 
 class VllmEngine:
-    """Runs one LoRA request on a vLLM engine; see fliptrace.capture.engine.Engine for what each method promises.
+    """Runs one LoRA request on a vLLM engine, alone or in a batch; see fliptrace.capture.engine.Engine for the methods.
 
     vLLM fuses projections: q, k and v are slices of one LoRA layer, gate and up of another, and each slice is a site,
-    named like ``model.layers.0.self_attn.qkv_proj[q_proj]``.
+    named like ``model.layers.0.self_attn.qkv_proj[q_proj]``. Neighbours (loaded.neighbours) are computed in the same
+    forwards: their shrinks are vLLM's own, their tokens what vLLM samples, and nothing of them is observed or edited.
     """
 
     def __init__(
@@ -68,7 +71,11 @@ class VllmEngine:
         self._vocabulary = int(config.get_vocab_size())
         # vLLM ends a request whose last token fills the model, before it is computed.
         self._limit = int(config.max_model_len) - 1
-        self._request = Request(self.host, loaded.lora_request, self._limit + 1)
+        if loaded.neighbours is not None:
+            check_batch(self.host, loaded.neighbours, self._vocabulary, loaded.rank)
+        self._request = Request(
+            self.host, loaded.lora_request, self._limit + 1, loaded.neighbours, self._laid_out
+        )
         self.paged, self.sharing = paged_layers(self.host)
         self._cache_layers = tuple(layer.number for layer in self.paged)
         self._windows = {layer.number: layer.window for layer in self.paged}
@@ -77,7 +84,7 @@ class VllmEngine:
         self._filler: SlotFiller | None = None
         self._layers: list[AdaptedLayer] = []
         self._not_observed: list[str] = []
-        self.runtime = ShrinkRuntime(None, loaded.rank, 0)
+        self.runtime = ShrinkRuntime(None, loaded.rank, 0, map_rows=self._map_rows)
         self._open(reduction, seed)
 
     def _open(self, reduction: str, seed: int | None) -> None:
@@ -176,7 +183,11 @@ class VllmEngine:
         """Return the manifest's sections model, adapter, tokenizer, reduction, engine and environment."""
         described = {name: dict(section) for name, section in self.loaded.description.items()}
         layouts = sorted({layer.layout.value for layer in self.paged})
-        passed = {"arguments": dict(self.loaded.arguments)} if self.loaded.arguments else {}
+        given = self.loaded.arguments
+        passed: dict[str, Any] = {"arguments": dict(given)} if given else {}
+        hood = self.loaded.neighbours
+        company = "alone" if hood is None else f"in a batch of {len(hood.requests) + 1}"
+        passed |= {} if hood is None else {"neighbours": hood.describe()}
         backends = sorted({layer.module.attn_backend.get_name() for layer in self.paged})
         described["model"]["attention"] = ", ".join(backends)
         return {
@@ -184,7 +195,7 @@ class VllmEngine:
             "reduction": describe_reduction(self.runtime, self._device),
             "engine": {
                 "name": "vllm",
-                "mode": "eager, one request alone, in process",
+                "mode": f"eager, one request {company}, in process",
                 "sites": len(self.sites),
                 "fusion": "vLLM fuses q, k and v, and gate and up: each slice of a fused projection is a site",
                 "cache_layers": list(self._cache_layers),
@@ -278,6 +289,7 @@ class VllmEngine:
         self._ready = False
         filler = self._filler_of(ids)
         runtime.rows, runtime.fired, runtime.filler = len(ids), [], filler
+        runtime.batch = None
         try:
             for one in (filler, runtime.watch):
                 if one is not None:
@@ -292,7 +304,7 @@ class VllmEngine:
             if filler is not None:
                 runtime.observer.slots_filled(*filler.finish())  # type: ignore[union-attr]
             elif stands:
-                self._check_fired()
+                check_fired(runtime, self.sites)
             if runtime.watch is not None:
                 runtime.watch.finish()
             if runtime.observer is not None:
@@ -300,6 +312,18 @@ class VllmEngine:
         self._ready = True
         runtime.step += 1
         return logits
+
+    def _laid_out(self, rows: BatchRows) -> None:
+        self.runtime.batch = rows
+
+    def _map_rows(self, rows: BatchRows) -> int:
+        runtime, manager = self.runtime, self.host.runner.lora_manager._adapter_manager
+        number = self.loaded.lora_request.lora_int_id
+        return require_mapping(manager, number, rows, runtime.rows, runtime.step)
+
+    def neighbour_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Return what each neighbour has generated so far, or since it began again, as vLLM booked it."""
+        return self._request.neighbours.token_ids()
 
     def _filler_of(self, ids: tuple[int, ...]) -> SlotFiller | None:
         """Return what fills the observer's slots in this forward, where slots are lent and nobody else watches."""
@@ -314,17 +338,6 @@ class VllmEngine:
         if self._filler is None or self._filler.slots is not slots:
             self._filler = SlotFiller(self._path, self._layers, self.paged, slots)
         return self._filler
-
-    def _check_fired(self) -> None:
-        expected = list(range(len(self.sites)))
-        if self.runtime.fired != expected and self.sites:
-            odd = next(
-                (site for site in expected if self.runtime.fired.count(site) != 1), expected[0]
-            )
-            raise RecordingError(
-                f"every shrink must run exactly once in a forward, in order; {self.sites[odd].path} ran "
-                f"{self.runtime.fired.count(odd)} times in step {self.runtime.step}"
-            )
 
     @contextlib.contextmanager
     def observed(self, observer: Observer, *, modules: bool = False) -> Iterator[None]:
@@ -365,7 +378,7 @@ class VllmEngine:
             raise RecordingError("this engine is being audited already; one audit at a time")
         with consumption(
             self.host.runner.model,
-            self._stack_path(),
+            stack_path(self._layers),
             self.paged,
             self.runtime,
             audit,
@@ -376,15 +389,6 @@ class VllmEngine:
                 yield
             finally:
                 self.runtime.audit = None
-
-    def _stack_path(self) -> str:
-        for layer in self._layers:
-            site = Site.from_path(layer.name)
-            if site.layer is not None:
-                return layer.name.removesuffix(f".{site.layer}.{site.module}")
-        raise UnsupportedModelError(
-            "no adapted projection lies in a stack of layers, so the end of the stack cannot be audited"
-        )
 
     def read_cache(self) -> tuple[CacheLayer, ...]:
         """Return copies of every layer's cache."""
@@ -428,7 +432,7 @@ class VllmEngine:
     def _settle_order(self) -> None:
         """Run one token to learn in which order the forward runs the layers, and that each runs once."""
         manager = self.host.runner.lora_manager._adapter_manager
-        self._begin((0,))
+        self._request.begin((0,), alone=True)
         self.runtime.rows = 1
         try:
             order = self._path.order_in(lambda: self._request.forward((0,), 0))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fliptrace.capture.engine import ConsumptionAudit, Observer
 from fliptrace.capture.vllm_engine.cache import PagedLayer, read_rows
 from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, ShrinkRuntime
-from fliptrace.errors import RecordingError
+from fliptrace.errors import RecordingError, UnsupportedModelError
+from fliptrace.sites import Site
 
 
 @contextlib.contextmanager
@@ -48,12 +49,11 @@ def observe(
 
 def _projections(layer: AdaptedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
     def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        rows = runtime.rows
-        if not rows or runtime.filler is not None:
+        if not runtime.rows or runtime.filler is not None:
             return
         whole = output[0] if isinstance(output, tuple) else output
         with outside():
-            kept = whole.reshape(-1, whole.shape[-1])[:rows].clone().unsqueeze(0)
+            kept = runtime.own(whole.reshape(-1, whole.shape[-1])).clone().unsqueeze(0)
             for offset, part in enumerate(layer.slices):
                 observer.projection(layer.first + offset, kept[..., part.columns])
 
@@ -62,8 +62,7 @@ def _projections(layer: AdaptedLayer, runtime: ShrinkRuntime, observer: Observer
 
 def _new_rows(number: int, layer: PagedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
     def hook(_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        rows = runtime.rows
-        if not rows:
+        if not runtime.rows:
             return
         filler = runtime.filler
         if filler is not None and len(arguments) > 2:
@@ -73,20 +72,20 @@ def _new_rows(number: int, layer: PagedLayer, runtime: ShrinkRuntime, observer: 
         if filler is not None:
             filler.cache_rows(number, given["key"], given["value"])
             return
-        keys, values = (_heads_first(given.get(name), layer, rows) for name in ("key", "value"))
+        keys, values = (_heads_first(given.get(name), layer, runtime) for name in ("key", "value"))
         with outside():
             observer.cache_rows(layer.number, keys, values)
 
     return hook
 
 
-def _heads_first(rows: Tensor | None, layer: PagedLayer, count: int) -> Tensor:
-    """Return [kv_heads, T, head_dim] of what an attention layer was called with."""
+def _heads_first(rows: Tensor | None, layer: PagedLayer, runtime: ShrinkRuntime) -> Tensor:
+    """Return [kv_heads, T, head_dim] of the request's rows of what an attention layer was called with."""
     if rows is None:
         raise RecordingError(
             f"layer {layer.number}: attention was called without new keys and values, so its cache rows were not seen"
         )
-    return rows.reshape(-1, *layer.row_shape)[:count].transpose(0, 1)
+    return runtime.own(rows.reshape(-1, *layer.row_shape)).transpose(0, 1)
 
 
 @contextlib.contextmanager
@@ -128,6 +127,21 @@ def consumption(
             vars(layer.module.impl).pop("forward", None)
 
 
+def stack_path(layers: Sequence[AdaptedLayer]) -> str:
+    """Return the path of the stack of layers in which the adapted projections lie.
+
+    Raises:
+        UnsupportedModelError: none lies in one.
+    """
+    for layer in layers:
+        site = Site.from_path(layer.name)
+        if site.layer is not None:
+            return layer.name.removesuffix(f".{site.layer}.{site.module}")
+    raise UnsupportedModelError(
+        "no adapted projection lies in a stack of layers, so the end of the stack cannot be audited"
+    )
+
+
 def embedding_of(model: nn.Module) -> nn.Module:
     """Return the module that looks token ids up.
 
@@ -155,7 +169,7 @@ def _tokens(runtime: ShrinkRuntime, audit: ConsumptionAudit) -> Any:
         if runtime.rows:
             ids = arguments[0] if arguments else next(iter(keywords.values()))
             with outside():
-                audit.tokens_consumed(ids[: runtime.rows].to(torch.int64, copy=True))
+                audit.tokens_consumed(runtime.own(ids).to(torch.int64, copy=True))
 
     return hook
 
@@ -169,7 +183,7 @@ def _residual(runtime: ShrinkRuntime, audit: ConsumptionAudit) -> Any:
                 hidden = output[0] + output[1]  # vLLM adds them inside the final norm
             else:
                 hidden = output[0] if isinstance(output, tuple) else output
-            audit.residual(hidden[: runtime.rows])
+            audit.residual(runtime.own(hidden))
 
     return hook
 

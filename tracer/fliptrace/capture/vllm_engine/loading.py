@@ -9,7 +9,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,18 @@ from fliptrace.capture.sources import (
     sha256_of,
     shown_name,
 )
+from fliptrace.capture.vllm_engine.adapters import buffer_rank, check_for_vllm
 from fliptrace.capture.vllm_engine.hosting import FIXED_ARGUMENTS
+from fliptrace.capture.vllm_engine.neighbours import Neighbour, Neighbourhood, gather
 from fliptrace.errors import InputError, UnsupportedModelError
 
 #: Engines made here that end with the process.
 _ours: list[weakref.ref[Any]] = []
 _REASON_CHARACTERS = 400
-#: Ranks for which vLLM makes buffers.
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-#: Initialisations after which PEFT changes the base weights on loading, which vLLM does not.
-_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")
 _DTYPES = ("bfloat16", "float16", "float32")
-#: Cache on the CPU, bytes; vLLM would take most of the machine's memory.
+#: Cache on the CPU, bytes, and at most with neighbours; vLLM would take most of the machine's memory.
 _CPU_CACHE_BYTES = 2**28
+_CPU_BATCH_CACHE_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class LoadedLlm:
         description: manifest sections ``model``, ``adapter`` and ``tokenizer``.
         end_ids: tokens that end a generation.
         arguments: what was passed through to vllm.LLM and can be written as JSON.
+        neighbours: who runs in one batch with the traced request; None for nobody.
     """
 
     llm: Any
@@ -63,6 +63,7 @@ class LoadedLlm:
     description: dict[str, dict[str, Any]]
     end_ids: frozenset[int] = field(default_factory=frozenset)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    neighbours: Neighbourhood | None = None
 
 
 def load_llm(
@@ -72,6 +73,7 @@ def load_llm(
     device: str = "auto",
     dtype: str = "auto",
     arguments: Mapping[str, Any] | None = None,
+    neighbours: Sequence[Neighbour | None] = (),
 ) -> LoadedLlm:
     """Make an LLM that can be traced.
 
@@ -81,6 +83,8 @@ def load_llm(
         device: ``auto``, or the platform that this vLLM was built for: ``cpu`` or ``cuda``.
         dtype: ``auto`` (the configuration's), ``bfloat16``, ``float16`` or ``float32``.
         arguments: further arguments of ``vllm.LLM``, passed through.
+        neighbours: who is to run in one batch with the traced request; see neighbours.gather. The LLM gets room for
+            them.
 
     Raises:
         InputError: not found, unreadable, vLLM is not installed, or an argument contradicts what a recording needs.
@@ -94,7 +98,7 @@ def load_llm(
     require_vllm()
     folder = adapter_folder(adapter)
     configuration = check_adapter(folder)
-    rank = _check_for_vllm(folder, configuration)
+    rank = check_for_vllm(folder, configuration)
     if Path(model).expanduser().is_file():
         raise InputError(
             f"the vllm engine takes a model folder or a hub name; {model} is a file. The transformers engine reads GGUF"
@@ -107,13 +111,17 @@ def load_llm(
         )
     settings = {name: value for name, (value, _) in FIXED_ARGUMENTS.items()}
     settings |= {"max_loras": 1, "seed": 0, "max_num_seqs": 1, "disable_log_stats": True}
-    settings["max_lora_rank"] = next(size for size in _RANKS if size >= rank)
+    settings["max_lora_rank"] = buffer_rank(rank)
     with quiet_libraries():
         settings |= _model_settings(model, device, dtype, given)
-        settings |= given
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
+        request = LoRARequest("fliptrace", 1, str(folder))
+        hood = gather(neighbours, request, 2)
+        if hood is not None:
+            settings |= _room_for(hood, rank, settings)
+        settings |= given
         try:
             llm = LLM(
                 model=str(Path(model).expanduser()) if Path(model).exists() else model, **settings
@@ -121,8 +129,23 @@ def load_llm(
         except (OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError) as error:
             raise InputError(f"vLLM could not load model {model!r}: {_reason(error)}") from error
     end_with_process(llm)
-    described = describe_llm(llm, LoRARequest("fliptrace", 1, str(folder)), model, adapter)
-    return dataclasses.replace(described, arguments=_as_json(arguments or {}))
+    described = describe_llm(llm, request, model, adapter)
+    return dataclasses.replace(described, arguments=_as_json(arguments or {}), neighbours=hood)
+
+
+def _room_for(hood: Neighbourhood, rank: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a batch needs: all prompts are computed in one forward."""
+    count = len(hood.requests) + 1
+    room: dict[str, Any] = {
+        "max_loras": hood.adapters + 1,
+        "max_num_seqs": count,
+        "max_lora_rank": buffer_rank(max(rank, hood.rank)),
+    }
+    if "max_num_batched_tokens" in settings:
+        room["max_num_batched_tokens"] = settings["max_num_batched_tokens"] + hood.prompt_tokens
+    if "kv_cache_memory_bytes" in settings:
+        room["kv_cache_memory_bytes"] = min(_CPU_CACHE_BYTES * count, _CPU_BATCH_CACHE_BYTES)
+    return room
 
 
 def end_with_process(llm: Any) -> None:
@@ -205,7 +228,7 @@ def describe_llm(
     source = str(config.model)
     folder = adapter_folder(str(lora_request.lora_path))
     configuration = check_adapter(folder)
-    rank = _check_for_vllm(folder, configuration)
+    rank = check_for_vllm(folder, configuration)
     dtype = str(config.dtype).removeprefix("torch.")
     tokenizer = llm.get_tokenizer()
     hf_config = config.hf_config
@@ -246,26 +269,23 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_for_vllm(folder: Path, configuration: Mapping[str, Any]) -> int:
-    """Return the adapter's rank; refuse what vLLM would compute differently from PEFT."""
-    for setting in ("rank_pattern", "alpha_pattern"):
-        if configuration.get(setting):
-            raise UnsupportedModelError(
-                f"{folder} has {setting}={configuration[setting]!r}: vLLM applies one rank and scaling to all "
-                "modules, so it would compute another function than PEFT. Use the transformers engine"
+def load_tokenizer(model: str) -> Any:
+    """Load a model's tokenizer alone: batches must be known before the LLM is made.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    with quiet_libraries():
+        try:
+            return AutoTokenizer.from_pretrained(
+                str(Path(model).expanduser()) if Path(model).exists() else model
             )
-    start = str(configuration.get("init_lora_weights")).lower()
-    if start.startswith(_CHANGES_BASE):
-        raise UnsupportedModelError(
-            f"{folder} was initialised with init_lora_weights={start!r}: PEFT changes the base weights when it loads "
-            "such an adapter and vLLM does not, so it would compute another function. Convert it to plain LoRA first"
-        )
-    rank = configuration.get("r")
-    if not isinstance(rank, int) or not 0 < rank <= _RANKS[-1]:
-        raise UnsupportedModelError(
-            f"vLLM takes adapters of rank 1 to {_RANKS[-1]}; {folder} has r={rank!r}"
-        )
-    return rank
+        except (OSError, ValueError, LookupError) as error:
+            raise InputError(
+                f"the tokenizer of model {model!r} could not be loaded: {first_line(error)}"
+            ) from error
 
 
 def _model_settings(

@@ -188,9 +188,12 @@ class OperationWatch:
         return report
 
     def _rows_of(self, tensor: Tensor) -> Part:
-        """Each token row of a tensor; the whole tensor where it has no rows."""
-        if tensor.dim() and tensor.shape[0] == self._rows:
-            return self._batch.token_rows(tensor, 0)
+        """Each token row of a tensor that is the request's; the whole tensor where it has no rows."""
+        batch = self.runtime.batch
+        if tensor.dim() and tensor.shape[0] == (self._rows if batch is None else batch.total):
+            return self._batch.token_rows(self.runtime.own(tensor), 0)
+        if batch is not None and tensor.dim() and tensor.shape[0] == batch.requests:
+            tensor = tensor[batch.place : batch.place + 1]  # logits have a row per request
         return self._batch.whole(tensor)
 
     def _attention_rows(self, layer: PagedLayer, tensors: Sequence[Tensor]) -> tuple[Part, ...]:
@@ -203,7 +206,7 @@ class OperationWatch:
             sums = torch.stack([_terms(rows, first).sum(0) for rows in held.flatten(2)])
         parts, ends = [self._rows_of(query)], []
         for before, rows in zip(sums, (key, value), strict=True):  # type: ignore[arg-type]
-            running = before + _terms(rows[: self._rows].flatten(1), cached).cumsum(0)
+            running = before + _terms(self.runtime.own(rows).flatten(1), cached).cumsum(0)
             ends.append(running[-1])
             parts.append(self._batch.digested(mix_words(running)))
         self._cached[layer.name] = (cached + self._rows, torch.stack(ends))
@@ -213,27 +216,29 @@ class OperationWatch:
 
     def shrunk(self, layer: AdaptedLayer, rows: Tensor, y: Any) -> None:
         """The shrinks of a layer are ready: operand [T, K], per slice [T, R]."""
-        given = (self._rows_of(rows),)
+        given = (self._batch.token_rows(rows, 0),)
         # The base projection ran before; what it gave is seen when expand is entered.
         self._base[layer.first] = self._report(layer.name, "base_projection", given)
         for part in layer.slices:
             report = self._report(part.site.path, "lora_shrink", given)
-            report.outputs = (self._rows_of(self._shrink(y, part.part)),)
+            report.outputs = (self._shrink(y, part.part),)
 
     def expanding(self, layer: AdaptedLayer, y: Tensor, x: Any) -> _Report:
         """Expand is about to add to the base projection's output y."""
-        base = self._rows_of(y.view(-1, y.shape[-1])[: self._rows])
+        base = self._own_rows(y)
         self._base.pop(layer.first).outputs = (base,)
-        shrinks = [self._rows_of(self._shrink(x, part.part)) for part in layer.slices]
+        shrinks = [self._shrink(x, part.part) for part in layer.slices]
         return self._report(layer.name, "lora_expand", (base, *shrinks))
 
     def expanded(self, report: _Report, y: Tensor) -> None:
         """Expand has added."""
-        report.outputs = (self._rows_of(y.view(-1, y.shape[-1])[: self._rows]),)
+        report.outputs = (self._own_rows(y),)
 
-    def _shrink(self, y: Any, part: int) -> Tensor:
-        shrink: Tensor = y[part][: self._rows, : self.runtime.rank]
-        return shrink
+    def _own_rows(self, y: Tensor) -> Part:
+        return self._batch.token_rows(self.runtime.own(y.view(-1, y.shape[-1])), 0)
+
+    def _shrink(self, y: Any, part: int) -> Part:
+        return self._batch.token_rows(self.runtime.own(y[part])[:, : self.runtime.rank], 0)
 
 
 def _terms(rows: Tensor, first: int) -> Tensor:

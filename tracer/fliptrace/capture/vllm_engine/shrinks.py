@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
 from fliptrace.capture.interception import checked_replacement
+from fliptrace.capture.vllm_engine.batch import BatchRows
 from fliptrace.errors import RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
 from fliptrace_kernels import ArrivalSchedule, Reduction, launch_configuration, lora_shrink
@@ -84,6 +85,8 @@ class ShrinkRuntime:
         fired: sites that ran in this forward.
         filler: fills the observer's slots in this forward, instead of calls; None for calls.
         watch: is told of base projections, shrinks and expands, None where operations are not watched.
+        batch: where the request's rows lie among those of its neighbours; None for a request alone.
+        map_rows: in a batch, checks that these rows have the adapter, and returns its slot.
     """
 
     reduction: Reduction | None
@@ -99,6 +102,18 @@ class ShrinkRuntime:
     fired: list[int] = field(default_factory=list)
     filler: Any = None
     watch: Any = None
+    batch: BatchRows | None = None
+    map_rows: Callable[[BatchRows], int] | None = None
+
+    @property
+    def first(self) -> int:
+        """The request's first row among the forward's rows."""
+        return 0 if self.batch is None else self.batch.first
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return the request's rows of a tensor whose first dimension holds the forward's rows."""
+        first = self.first
+        return rows[first : first + self.rows]
 
 
 def adapted_layers(manager: Any, adapter_id: int) -> tuple[list[AdaptedLayer], list[str]]:
@@ -156,6 +171,21 @@ def numbered(layers: Sequence[AdaptedLayer]) -> list[AdaptedLayer]:
         result.append(AdaptedLayer(layer.name, layer.module, layer.slices, first))
         first += len(layer.slices)
     return result
+
+
+def check_fired(runtime: ShrinkRuntime, sites: Sequence[Site]) -> None:
+    """Refuse a forward in which a shrink did not run exactly once, in order.
+
+    Raises:
+        RecordingError: one did not.
+    """
+    expected = list(range(len(sites)))
+    if runtime.fired != expected and sites:
+        odd = next((site for site in expected if runtime.fired.count(site) != 1), expected[0])
+        raise RecordingError(
+            f"every shrink must run exactly once in a forward, in order; {sites[odd].path} ran "
+            f"{runtime.fired.count(odd)} times in step {runtime.step}"
+        )
 
 
 class ShrinkPath:
@@ -241,15 +271,15 @@ class ShrinkPath:
         if layer is None:
             self.own_shrink(y, x, lora_a_stacked, scale, **keywords)
             return
-        rows = x.view(-1, x.shape[-1])[: runtime.rows]
+        rows = runtime.own(x.view(-1, x.shape[-1]))
         if rows.shape[0] != runtime.rows:
             raise RecordingError(
                 f"{layer.name} shrinks {rows.shape[0]} rows in a forward over {runtime.rows} tokens"
             )
         self.require_adapter()
-        if runtime.reduction is None:
+        if runtime.reduction is None or runtime.batch is not None:
             self.own_shrink(y, x, lora_a_stacked, scale, **keywords)
-        else:
+        if runtime.reduction is not None:
             self.reduce(layer, y, rows, lora_a_stacked, scale)
         self.buffers = {id(y): layer}
         if runtime.observer is None and runtime.interceptor is None:
@@ -266,7 +296,7 @@ class ShrinkPath:
         if audit is not None and self.runtime.rows and layer is not None:
             with torch.inference_mode(False), torch.no_grad():
                 for offset, part in enumerate(layer.slices):
-                    z = x[part.part][: self.runtime.rows, : self.runtime.rank]
+                    z = self.runtime.own(x[part.part])[:, : self.runtime.rank]
                     audit.shrink_consumed(layer.first + offset, z.contiguous())
         watch = self.runtime.watch if layer is not None and self.runtime.rows else None
         report = None if watch is None else watch.expanding(layer, y, x)
@@ -275,7 +305,7 @@ class ShrinkPath:
             watch.expanded(report, y)
 
     def require_adapter(self) -> None:
-        """Refuse a forward that vLLM runs without the adapter.
+        """Refuse a forward that vLLM runs without the adapter, or with another one in the request's rows.
 
         Raises:
             RecordingError: it does.
@@ -292,11 +322,14 @@ class ShrinkPath:
                 f"step {self.runtime.step} runs without the adapter (vLLM's mapping of rows names none), so there is "
                 "no shrink to record"
             )
+        runtime = self.runtime
+        if runtime.batch is not None and runtime.map_rows is not None:
+            runtime.slot = runtime.map_rows(runtime.batch)
 
     def reduce(
         self, layer: AdaptedLayer, y: Any, rows: Tensor, stacked: Sequence[Tensor], scale: float
     ) -> None:
-        """Sum under the chosen reduction; slices that the adapter has no weights for give zeros."""
+        """Sum the request's rows under the chosen reduction; slices that the adapter has no weights for give zeros."""
         runtime = self.runtime
         weights = self._weights.get((layer.first, runtime.slot))
         if weights is None:
@@ -304,7 +337,8 @@ class ShrinkPath:
             self._weights[layer.first, runtime.slot] = weights
         reduction: Any = runtime.reduction
         if rows.device.type == "cuda":
-            out = y if y.shape[1] == runtime.rows else y[:, : runtime.rows]
+            first = runtime.first
+            out = y if y.shape[1] == runtime.rows else y[:, first : first + runtime.rows]
             lora_shrink(rows, weights, reduction=reduction, scale=scale, out=out)
             return
         for offset, part in enumerate(layer.slices):
@@ -316,7 +350,7 @@ class ShrinkPath:
                 schedule=runtime.schedule,
                 call_key=runtime.step * self.site_count + layer.first + offset,
             )[0]
-            y[part.part][: runtime.rows, : runtime.rank] = z
+            runtime.own(y[part.part])[:, : runtime.rank] = z
 
     def _show(self, layer: AdaptedLayer, y: Any, rows: Tensor, stacked: Sequence[Tensor]) -> None:
         """Show the shrinks to interceptor and observer, and put in what the interceptor returned."""
@@ -330,7 +364,7 @@ class ShrinkPath:
         for offset, part in enumerate(layer.slices):
             site = layer.first + offset
             runtime.fired.append(site)
-            z = y[part.part][: runtime.rows, : runtime.rank]
+            z = runtime.own(y[part.part])[:, : runtime.rank]
             with torch.inference_mode(False), torch.no_grad():
                 lent = z.contiguous()
                 given = lent
@@ -346,22 +380,26 @@ class ShrinkPath:
                     runtime.observer.shrink(site, shown, given, launch)
 
     def launch_of(self, rows: Tensor, stacked: Sequence[Tensor], part: Slice) -> str:
-        """Describe a launch in one line: what really runs, and the operand's strides."""
+        """Describe a launch in one line: what really runs, the operand's strides, and the batch, if there is one."""
         runtime = self.runtime
-        key = (runtime.reduction, rows.shape, rows.stride(), stacked[0].shape, len(stacked))
+        batch = None if runtime.batch is None else (runtime.batch.total, runtime.batch.first)
+        key = (runtime.reduction, rows.shape, rows.stride(), stacked[0].shape, len(stacked), batch)
         text = runtime.launches.get(key)
         if text is None:
             shape = tuple(stacked[0].shape[2:])
             on_cuda = rows.device.type == "cuda"
             if runtime.reduction is None:
-                found = own_launch(rows, stacked)
+                found = own_launch(rows, stacked, batch[0] if batch else None)
             else:
                 shapes = [shape] * len(stacked) if on_cuda else [(runtime.rank, shape[1])]
                 found = launch_configuration(
                     tuple(rows.shape), shapes, rows.dtype, rows.device, runtime.reduction
                 )
             words = [f"{name}={value}" for name, value in found.items()]
-            text = " ".join([*words, f"operand_strides={tuple(rows.stride())}"])
+            words.append(f"operand_strides={tuple(rows.stride())}")
+            if batch is not None:
+                words.append(f"batch_rows={batch[0]} first_row={batch[1]}")
+            text = " ".join(words)
             runtime.launches[key] = text
         return text
 
@@ -380,8 +418,14 @@ class _Notes:
         self._path.own_shrink(y, x, stacked, scale, **keywords)
 
 
-def own_launch(rows: Tensor, stacked: Sequence[Tensor]) -> dict[str, Any]:
-    """Say what vLLM's own shrink runs for an operand [T, K] and its stacked weights [max_loras, 1, R, K]."""
+def own_launch(rows: Tensor, stacked: Sequence[Tensor], total: int | None = None) -> dict[str, Any]:
+    """Say what vLLM's own shrink runs for an operand [T, K] and its stacked weights [max_loras, 1, R, K].
+
+    Args:
+        rows: the operand, or its rows of one request.
+        stacked: per slice.
+        total: rows of the whole operand, where ``rows`` are some of them.
+    """
     if rows.device.type != "cuda":
         return {"kernel": "vllm sgmv_shrink", "implementation": "torch einsum"}
     from vllm.lora.ops.triton_ops.utils import get_lora_op_configs
@@ -390,7 +434,7 @@ def own_launch(rows: Tensor, stacked: Sequence[Tensor]) -> dict[str, Any]:
     configuration = get_lora_op_configs(
         "shrink",
         max_loras=max_loras,
-        batch=rows.shape[0],
+        batch=rows.shape[0] if total is None else total,
         hidden_size=size,
         rank=rank,
         num_slices=len(stacked),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fliptrace.capture.engine import RowSlots
 from fliptrace.capture.vllm_engine.cache import PagedLayer
-from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, ShrinkPath
+from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, ShrinkPath, ShrinkRuntime
 from fliptrace.errors import RecordingError
 
 #: Every how many filled steps held tensors are compared with copies made when they were seen.
@@ -86,7 +86,7 @@ class SlotFiller:
         self._filled = 0
         self._learned = False
         self._watching = True
-        self._launched: tuple[Any, list[tuple[int, ...]]] | None = None
+        self._launched: tuple[Any, Any, list[tuple[int, ...]]] | None = None
         self._launches: list[str] = []
         self._sources = self._find_sources()
 
@@ -120,14 +120,16 @@ class SlotFiller:
             raise self._out_of_order(number)
         if number == 0:
             path.require_adapter()
-        if path.runtime.reduction is None:
+        runtime = path.runtime
+        if runtime.reduction is None or runtime.batch is not None:
             path.own_shrink(y, x, stacked, scale, **keywords)
-        else:
-            path.reduce(self._layers[number], y, x[:1], stacked, scale)
+        if runtime.reduction is not None:
+            path.reduce(self._layers[number], y, self._row(x), stacked, scale)
         self._buffer = y
-        if x.shape[0] != 1:  # vLLM may pad a forward's rows
-            x = x[:1]
-            y = y[:, :1] if isinstance(y, Tensor) else y
+        if x.shape[0] != 1:  # neighbours, or rows that vLLM pads
+            x = self._row(x)
+            if isinstance(y, Tensor):
+                y = y[:, runtime.first : runtime.first + 1]
         if not self._learned:
             self._add_items(self._layers[number], x, y)
         self._operands[number].held = x
@@ -145,7 +147,7 @@ class SlotFiller:
         if number < 0 or x is not self._buffer:
             return
         if y.shape[0] != 1:
-            y = y[:1]
+            y = self._row(y)
         if not self._learned:
             self._projections.append(self._projection_item(self._layers[number], y))
         item = self._projections[number]
@@ -156,7 +158,7 @@ class SlotFiller:
     def cache_rows(self, number: int, key: Tensor, value: Tensor) -> None:
         """Layer ``number`` of the paged ones is about to cache these."""
         if key.shape[0] != 1:
-            key, value = key[:1], value[:1]
+            key, value = self._row(key), self._row(value)
         if not self._learned:
             self._add_cache(number, key, value)
         keys, values = self._keys[number], self._values[number]
@@ -164,6 +166,11 @@ class SlotFiller:
         if self._watching or self._caches_at_once[number]:
             keys.copy()
             values.copy()
+
+    def _row(self, rows: Tensor) -> Tensor:
+        """Return the request's row [1, …] of a forward's rows; a batch may be laid out anew in every step."""
+        first = self.path.runtime.first
+        return rows[first : first + 1]
 
     def _out_of_order(self, number: int) -> RecordingError:
         layer = self._layers[number]
@@ -259,9 +266,10 @@ class SlotFiller:
         return self._paged[numbers[0]].name
 
     def _launches_now(self) -> list[str]:
-        reduction = self.path.runtime.reduction
+        runtime = self.path.runtime
         strides = [item.held.stride() for item in self._operands]
-        if self._launched != (reduction, strides):
+        shaped = (runtime.reduction, runtime.batch, strides)
+        if self._launched != shaped:
             self._launches = [
                 self.path.launch_of(item.held, stack, part)
                 for layer, item, stack in zip(
@@ -269,7 +277,7 @@ class SlotFiller:
                 )
                 for part in layer.slices
             ]
-            self._launched = (reduction, strides)
+            self._launched = shaped
         return self._launches
 
     # Where things go ------------------------------------------------------------------------------
@@ -289,7 +297,7 @@ class SlotFiller:
             pieces = [(joined.view(y.shape), None)]
         else:
             pieces = [
-                (arena.slots[place], _shrink_cut(part.part, self.path.runtime.rank))
+                (arena.slots[place], _shrink_cut(part.part, self.path.runtime))
                 for place, part in zip(places, layer.slices, strict=True)
             ]
         self._shrinks.append(_Item(places, pieces))
@@ -345,9 +353,11 @@ def _grouped(items: Sequence[_Item]) -> list[tuple[list[Tensor], list[tuple[_Ite
     return list(groups.values())
 
 
-def _shrink_cut(part: int, rank: int) -> Cut:
+def _shrink_cut(part: int, runtime: ShrinkRuntime) -> Cut:
     def cut(y: Any) -> Tensor:
-        row: Tensor = y[part][:1, :rank]
+        # A tensor was cut to one row when it was seen; a tuple of slices was not.
+        first = 0 if isinstance(y, Tensor) else runtime.first
+        row: Tensor = y[part][first : first + 1, : runtime.rank]
         return row
 
     return cut

@@ -1,23 +1,31 @@
-"""One request on a vLLM engine core, one forward at a time, with the next token given from outside.
+"""One request on a vLLM engine core, alone or with neighbours, a forward at a time, the next token given from outside.
 
 vLLM's own step schedules, computes, samples and books in one go. Here the same calls are made in two halves: a forward
 ends with its logits, and only the next step, which brings the token, lets vLLM sample and book it. So the token that is
 fed is the one that was given, by the sampler's result and not by a repair afterwards, and between two steps nothing
-runs.
+runs. Neighbours, if any, are computed in the same forwards, and vLLM samples them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fliptrace.capture.sources import first_line
+from fliptrace.capture.vllm_engine.batch import (
+    BatchRows,
+    RunningNeighbours,
+    check_schedule,
+    queue_request,
+    rows_told,
+)
 from fliptrace.capture.vllm_engine.hosting import Host
+from fliptrace.capture.vllm_engine.neighbours import Neighbourhood
 from fliptrace.errors import FliptraceError, InputError, RecordingError
 
 _numbers = itertools.count()
@@ -26,21 +34,32 @@ _numbers = itertools.count()
 class Request:
     """A running request; made by ``begin``, ended by ``end``."""
 
-    def __init__(self, host: Host, lora_request: Any, limit: int) -> None:
+    def __init__(
+        self,
+        host: Host,
+        lora_request: Any,
+        limit: int,
+        neighbourhood: Neighbourhood | None = None,
+        tell: Callable[[BatchRows], None] | None = None,
+    ) -> None:
         """Prepare for an engine.
 
         Args:
             host: where it runs.
             lora_request: vLLM's LoRARequest.
             limit: how many tokens a request may have.
+            neighbourhood: who runs in one batch with it; None for nobody.
+            tell: with neighbours, is told where the request's rows lie before each forward runs.
         """
         self.host = host
         self.lora_request = lora_request
         self.limit = limit
         self.length = 0
+        self.neighbours = RunningNeighbours(host, neighbourhood, limit)
+        self._tell = tell
+        self._rows = BatchRows(0, 0, 0, 1)
         self._id = ""
         self._scheduled: Any = None
-        self._forced = 0
         self._logits: Tensor | None = None
         self._tables: tuple[int, Any, dict[int, Tensor]] | None = None
 
@@ -49,10 +68,11 @@ class Request:
         """Whether a request was begun and not ended."""
         return bool(self._id)
 
-    def begin(self, prompt_ids: tuple[int, ...]) -> None:
-        """Queue a prompt; what ran before is ended.
+    def begin(self, prompt_ids: tuple[int, ...], *, alone: bool = False) -> None:
+        """Queue a prompt, with the neighbours unless ``alone``; what ran before is ended.
 
         Raises:
+            InputError: the prompts do not fit into one forward.
             RecordingError: the engine has other requests.
         """
         self.end()
@@ -60,22 +80,23 @@ class Request:
         if scheduler.has_unfinished_requests():
             raise RecordingError(
                 f"the vLLM engine has {scheduler.get_num_unfinished_requests()} other requests; a recording is of one "
-                "request alone. Let them end first"
+                "request alone, or with the neighbours that it was given. Let them end first"
             )
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(
-            temperature=0.0,
-            max_tokens=self.limit - len(prompt_ids),
-            ignore_eos=True,
-            detokenize=False,
+        hood = None if alone else self.neighbours.neighbourhood
+        if hood is not None:
+            room = int(self.host.config.scheduler_config.max_num_batched_tokens)
+            if hood.prompt_tokens + len(prompt_ids) > room:
+                raise InputError(
+                    f"all prompts of a batch are computed in one forward of at most max_num_batched_tokens {room} "
+                    f"tokens; the prompt has {len(prompt_ids)} and its neighbours' have {hood.prompt_tokens}. Give "
+                    "fewer or shorter ones, or make the LLM with a larger max_num_batched_tokens"
+                )
+            self.neighbours.queue(before=True)
+        self._id = queue_request(
+            self.host, f"fliptrace-{next(_numbers)}", prompt_ids, self.limit, self.lora_request
         )
-        self._id = self.host.llm.llm_engine.add_request(
-            f"fliptrace-{next(_numbers)}",
-            {"prompt_token_ids": list(prompt_ids)},
-            parameters,
-            lora_request=self.lora_request,
-        )
+        if hood is not None:
+            self.neighbours.queue(before=False)
         self.length = 0
 
     def forward(self, token_ids: tuple[int, ...], step: int) -> Tensor:
@@ -94,12 +115,13 @@ class Request:
         if step:
             with _inside_vllm(step):
                 self._book(token_ids[0], step)
+                self.neighbours.top_up()
         core = self.host.core
         scheduled = core.scheduler.schedule()
         self._check_schedule(scheduled, len(token_ids), step)
         self._scheduled = scheduled
         try:
-            with _inside_vllm(step):
+            with _inside_vllm(step), self._telling():
                 result = core.model_executor.execute_model(scheduled)
         except BaseException:
             self._scheduled = None
@@ -109,8 +131,20 @@ class Request:
                 f"vLLM gave a result instead of logits in step {step}: only a generating model can be traced"
             )
         self.length += len(token_ids)
+        self.neighbours.computed()
         with _inside_vllm(step):
             return self._read_logits()
+
+    def _telling(self) -> contextlib.AbstractContextManager[None]:
+        self._rows = BatchRows(0, 0, 0, 1)
+        if not self.neighbours.are_running:
+            return contextlib.nullcontext()
+        return rows_told(self.host, self._id, self._laid_out)
+
+    def _laid_out(self, rows: BatchRows) -> None:
+        self._rows = rows
+        if self._tell is not None:
+            self._tell(rows)
 
     def block_ids(self) -> tuple[list[int], ...]:
         """Return the request's blocks per KV group, from position 0 on."""
@@ -130,16 +164,16 @@ class Request:
         return length, self._tables[2]
 
     def end(self) -> None:
-        """Take the request off the engine; harmless when there is none."""
-        if not self._id:
-            return
+        """Take the request and its neighbours off the engine; harmless when there are none."""
         try:
             if self._scheduled is not None:
                 # The runner refuses another forward before this one was sampled.
                 self._sample(0)
         finally:
             request, self._id, self._scheduled = self._id, "", None
-            self.host.llm.llm_engine.abort_request([request], internal=True)
+            if request:
+                self.host.llm.llm_engine.abort_request([request], internal=True)
+            self.neighbours.end()
 
     def _check_schedule(self, scheduled: Any, expected: int, step: int) -> None:
         request = self.host.scheduler.requests.get(self._id)
@@ -153,13 +187,10 @@ class Request:
                 "this recording is void. Give the engine more cache blocks (gpu_memory_utilization, "
                 "kv_cache_memory_bytes) or a shorter prompt"
             )
+        self.neighbours.check_preempted(step)
         found = {name: number for name, number in scheduled.num_scheduled_tokens.items() if number}
-        if found != {self._id: expected}:
-            others = sum(number for name, number in found.items() if name != self._id)
-            raise RecordingError(
-                f"vLLM scheduled {found.get(self._id, 0)} tokens of this request and {others} of others in step "
-                f"{step}, where {expected} and none were required; this recording is void"
-            )
+        due = {self._id: expected} | self.neighbours.due()
+        check_schedule(found, due, self._id, step)
 
     def _book(self, token_id: int, step: int) -> None:
         """Let vLLM sample the last forward, with this token for a result."""
@@ -175,12 +206,12 @@ class Request:
         host, scheduled = self.host, self._scheduled
         self._scheduled = None
         runner, name = host.runner, "sample" if host.is_v2 else "_sample"
-        own_sample, known = getattr(runner, name), self._logits
+        own_sample, known, place = getattr(runner, name), self._logits, self._rows.place
 
         def sample(*arguments: Any, **keywords: Any) -> Any:
             result = own_sample(*arguments, **keywords)
             output = result[0] if host.is_v2 else result
-            output.sampled_token_ids.fill_(token_id)
+            output.sampled_token_ids[place].fill_(token_id)
             return result
 
         setattr(runner, name, sample)
@@ -195,8 +226,8 @@ class Request:
                 vars(runner.model).pop("compute_logits", None)
             self._logits = None
         if self._id in host.scheduler.requests:
-            given = [list(ids) for ids in output.sampled_token_ids]
-            if given != [[token_id]]:
+            given = list(output.sampled_token_ids[output.req_id_to_index[self._id]])
+            if given != [token_id]:
                 raise RecordingError(
                     f"the token {token_id} was to be taken as sampled, and vLLM booked {given}"
                 )
@@ -211,11 +242,13 @@ class Request:
             self._logits = logits
         else:
             logits = state.logits
-        if logits is None or logits.shape[0] != 1:
+        wanted = self._rows.requests
+        if logits is None or logits.shape[0] != wanted:
             raise RecordingError(
-                f"one row of logits was required; vLLM gave {None if logits is None else list(logits.shape)}"
+                f"one row of logits per request was required, {wanted} in all; vLLM gave "
+                f"{None if logits is None else list(logits.shape)}"
             )
-        row: Tensor = logits[0]
+        row: Tensor = logits[self._rows.place]
         return row
 
 

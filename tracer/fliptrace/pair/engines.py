@@ -107,12 +107,17 @@ def attach(
     """
     from fliptrace.capture.vllm_engine import attach as attached
 
+    def tokenizer() -> Any:
+        return (
+            llm.get_tokenizer()
+        )  # looked up late: what is no LLM is refused by attach, with its reason
+
     return attached(
         llm,
         adapter,
         reduction=reduction,
         seed=seed,
-        neighbours=_encoded(neighbours, llm.get_tokenizer),
+        neighbours=_encoded(neighbours, tokenizer),
     )
 
 

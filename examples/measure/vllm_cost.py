@@ -1,14 +1,22 @@
-"""Measure what recording costs in vLLM, eager, at batch 1: one engine, everything interleaved in one run.
+"""Measure what recording costs in vLLM, eager: one engine, everything interleaved in one run.
 
     python examples/measure/vllm_cost.py MODEL ADAPTER --tokens 128 --rounds 5 --out cost.jsonl
-    python examples/measure/vllm_cost.py MODEL ADAPTER --profile --out cost.jsonl
+    python examples/measure/vllm_cost.py MODEL ADAPTER --batch 16 --arms alone recorded --out cost.jsonl
+    FLIPTRACE_SHRINK=deterministic:8 python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --equal 100 --out cost.jsonl
+    python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --profile --out cost.jsonl
 
-Four arms take turns, in another order each round: ``alone`` (the LLM generates with nothing attached), ``idle`` (it
-generates while a tracer is attached to it), ``unrecorded`` (the tracer steps it) and ``recorded`` (the same, recorded
-into a trace). Times are of decoding, from the first token on, in ms per token; of ``recorded`` also until the trace is
-committed. Ratios are per round, and their median counts: idle to alone, recorded to unrecorded. All arms must choose
-the same tokens where the shrink is repeatable. ``--profile`` prints torch.profiler's dearest operations of one recorded
-and one unrecorded step, and how long each part of recording takes.
+Four arms take turns, in another order each round: ``alone`` (the LLM generates with nothing attached: vLLM's own loop
+over its own engine), ``idle`` (the same while a tracer is attached to it), ``unrecorded`` (the tracer steps it) and
+``recorded`` (the same, recorded into a trace). With ``--batch N`` each is of the same N requests; one of them is
+recorded, the others are its neighbours. Times are of decoding, from the first token on, in ms per token of a request;
+of ``recorded`` also until the trace is committed. Ratios are per round, and their median counts. Beside the time on
+the clock there is the time that the main thread computed, which other processes of a busy machine change less; it
+leaves out what waits for the device. All arms must choose the same tokens where the shrink is repeatable.
+
+``--equal N`` runs N of the bundled word problems untraced, and then each again, traced, and compares their tokens. With
+FLIPTRACE_SHRINK the untraced ones are the LLM's own, under that reduction, else those of the tracer under --reduction.
+``--profile`` prints torch.profiler's dearest operations of one recorded and one unrecorded step, and how long each part
+of recording takes.
 """
 
 from __future__ import annotations
@@ -31,7 +39,13 @@ import torch
 import fliptrace as ft
 from fliptrace.capture.decoding import choose, generate
 from fliptrace.capture.recorder import Recorder, RecorderOptions
-from fliptrace.capture.vllm_engine import OWN_REDUCTION, VllmEngine, load_llm
+from fliptrace.capture.vllm_engine import (
+    OWN_REDUCTION,
+    Neighbour,
+    VllmEngine,
+    load_llm,
+    load_tokenizer,
+)
 from fliptrace.manifest import Manifest
 from fliptrace.store import TraceWriter
 from fliptrace.trace import Closing
@@ -49,8 +63,13 @@ class Bench:
         """Load the model."""
         self.options = options
         self.folder = Path(folder)
+        texts = [prompt.text for prompt in ft.bundled_model().prompts[1 : options.batch]]
+        tokenizer = load_tokenizer(options.model)
         self.loaded = load_llm(
-            options.model, options.adapter, arguments=options.vllm_arguments or {}
+            options.model,
+            options.adapter,
+            arguments=options.vllm_arguments or {},
+            neighbours=[Neighbour(ft.encode_prompt(tokenizer, text).ids) for text in texts],
         )
         self.prompt = ft.encode_prompt(self.loaded.tokenizer, QUESTION)
         self.engine: VllmEngine | None = None
@@ -76,36 +95,49 @@ class Bench:
         """Generate ``tokens`` tokens in one way; seconds of decoding, of committing, and the tokens."""
         if arm == "alone":
             self.detach()
-            return self._by_llm(tokens)
+            return self.by_llm(self.prompt.ids, tokens)
         engine = self.attach()
         if arm == "idle":
             engine._request.end()
-            return self._by_llm(tokens)
-        return self._by_tracer(engine, tokens, recorded=arm == "recorded")
+            return self.by_llm(self.prompt.ids, tokens)
+        return self.by_tracer(engine, self.prompt.ids, tokens, recorded=arm == "recorded")
 
-    def _by_llm(self, tokens: int) -> dict[str, Any]:
-        """Step vLLM's own engine; the prefill ends with the first token."""
+    def by_llm(self, prompt_ids: tuple[int, ...], tokens: int) -> dict[str, Any]:
+        """Step vLLM's own engine with the whole batch; the prefill ends with the first token."""
         from vllm import SamplingParams
 
-        llm_engine = self.loaded.llm.llm_engine
+        llm_engine, hood = self.loaded.llm.llm_engine, self.loaded.neighbours
+        requests = [(prompt_ids, self.loaded.lora_request)]
+        if hood is not None:
+            requests += [(one.prompt_ids, one.lora_request) for one in hood.requests]
         parameters = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
-        llm_engine.add_request(
-            f"cost-{time.monotonic_ns()}",
-            {"prompt_token_ids": list(self.prompt.ids)},
-            parameters,
-            lora_request=self.loaded.lora_request,
-        )
-        begin, ids = None, []
+        name = f"cost-{time.monotonic_ns()}"
+        for number, (ids, adapter) in enumerate(requests):
+            llm_engine.add_request(
+                f"{name}-{number}",
+                {"prompt_token_ids": list(ids)},
+                parameters,
+                lora_request=adapter,
+            )
+        marks: list[tuple[float, float]] = []
+        answers: dict[str, list[int]] = {}
         while llm_engine.has_unfinished_requests():
             for output in llm_engine.step():
-                ids = list(output.outputs[0].token_ids)
-            begin = begin or now()
-        return {"decode": now() - begin, "ids": ids}
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+            if not marks:
+                marks.append(now())
+        marks.append(now())
+        if len(answers) != len(requests):
+            raise RuntimeError(f"{len(answers)} of {len(requests)} requests answered")
+        return spent_between(*marks) | {"ids": answers[f"{name}-0"]}
 
-    def _by_tracer(self, engine: VllmEngine, tokens: int, *, recorded: bool) -> dict[str, Any]:
-        marks: list[float] = []
+    def by_tracer(
+        self, engine: VllmEngine, prompt_ids: tuple[int, ...], tokens: int, *, recorded: bool
+    ) -> dict[str, Any]:
+        """Step the engine with the tracer, recorded or not."""
+        marks: list[tuple[float, float]] = []
         recorder, writer = self.recorder(engine) if recorded else (None, None)
 
         def on_choice(step: int, choice: Any, logits: torch.Tensor) -> None:
@@ -116,17 +148,17 @@ class Bench:
 
         arguments: dict[str, Any] = {"max_new_tokens": tokens, "end_ids": set()}
         if recorder is None:
-            execution = generate(engine, self.prompt.ids, on_choice=on_choice, **arguments)
+            execution = generate(engine, prompt_ids, on_choice=on_choice, **arguments)
             marks.append(now())
         else:
             with engine.observed(recorder):
-                execution = generate(engine, self.prompt.ids, on_choice=on_choice, **arguments)
+                execution = generate(engine, prompt_ids, on_choice=on_choice, **arguments)
                 marks.append(now())
             writer.close(Closing(complete=True, stop_reason="max new tokens", steps=tokens))
             self.captured = recorder._arena is not None and recorder._arena._finishing.is_captured
-        result = {"decode": marks[1] - marks[0], "ids": list(execution.token_ids)}
+        result = spent_between(*marks) | {"ids": list(execution.token_ids)}
         if recorded:
-            result["committed"] = time.perf_counter() - marks[0]
+            result["committed"] = time.perf_counter() - marks[0][0]
         return result
 
     def recorder(self, engine: VllmEngine) -> tuple[Recorder, TraceWriter]:
@@ -138,45 +170,87 @@ class Bench:
         return Recorder(engine, writer, RecorderOptions()), writer
 
 
-def now() -> float:
-    """Return the time when all that was launched is done."""
+def now() -> tuple[float, float]:
+    """Return the time when all that was launched is done, and how long this thread has computed."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.perf_counter(), time.thread_time()
+
+
+def spent_between(begin: tuple[float, float], end: tuple[float, float]) -> dict[str, Any]:
+    """Return seconds of decoding on the clock and of this thread."""
+    return {"decode": end[0] - begin[0], "thread": end[1] - begin[1]}
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     """Run all arms in turn, each round in another order."""
-    for arm in ARMS:
+    arms = tuple(options.arms)
+    for arm in arms:
         bench.run(arm, 8)
     rounds = []
     for number in range(options.rounds):
-        order = ARMS[number % 4 :] + ARMS[: number % 4]
-        rounds.append({arm: bench.run(arm, options.tokens) for arm in order})
+        turn = number % len(arms)
+        rounds.append({arm: bench.run(arm, options.tokens) for arm in arms[turn:] + arms[:turn]})
     count = options.tokens - 1
-    ratios = {
-        "idle_to_alone": [one["idle"]["decode"] / one["alone"]["decode"] for one in rounds],
-        "recorded_to_unrecorded": [
-            one["recorded"]["decode"] / one["unrecorded"]["decode"] for one in rounds
-        ],
-        "committed_to_unrecorded": [
-            one["recorded"]["committed"] / one["unrecorded"]["decode"] for one in rounds
-        ],
-    }
+    ratios: dict[str, list[float]] = {}
+    for above, below in (
+        ("idle", "alone"),
+        ("unrecorded", "alone"),
+        ("recorded", "alone"),
+        ("recorded", "unrecorded"),
+    ):
+        if above in arms and below in arms:
+            for what, suffix in (("decode", ""), ("thread", "_main_thread")):
+                ratios[f"{above}_to_{below}{suffix}"] = [
+                    one[above][what] / one[below][what] for one in rounds
+                ]
+            if above == "recorded":
+                ratios[f"committed_to_{below}"] = [
+                    one[above]["committed"] / one[below]["decode"] for one in rounds
+                ]
+    first = rounds[0][arms[0]]["ids"]
     return {
         "what": "cost",
+        "batch": options.batch,
         "tokens": options.tokens,
         "rounds": options.rounds,
         "ms_per_token": {
             arm: 1e3 * statistics.median(one[arm]["decode"] for one in rounds) / count
-            for arm in ARMS
+            for arm in arms
         },
         "ratio_median": {name: statistics.median(values) for name, values in ratios.items()},
         "ratio_min_max": {name: [min(values), max(values)] for name, values in ratios.items()},
-        "tokens_equal": {
-            arm: all(one[arm]["ids"] == one["unrecorded"]["ids"] for one in rounds) for arm in ARMS
-        },
+        "tokens_equal": {arm: all(one[arm]["ids"] == first for one in rounds) for arm in arms},
         "digests_by_captured_graph": bench.captured,
+        "engine": describe(bench),
+    }
+
+
+def compare_tokens(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the tokens of traced and untraced requests, prompt by prompt."""
+    by_plugin = bool(os.environ.get("FLIPTRACE_SHRINK"))
+    tokenizer, tokens = bench.loaded.tokenizer, options.equal_tokens
+    texts = [prompt.text for prompt in ft.bundled_model().prompts[: options.equal]]
+    prompts = [ft.encode_prompt(tokenizer, text).ids for text in texts]
+    untraced = []
+    if by_plugin:
+        bench.detach()
+        untraced = [bench.by_llm(ids, tokens)["ids"] for ids in prompts]
+    engine = bench.attach()
+    if not by_plugin:
+        untraced = [bench.by_tracer(engine, ids, tokens, recorded=False)["ids"] for ids in prompts]
+    traced = [bench.by_tracer(engine, ids, tokens, recorded=True)["ids"] for ids in prompts]
+    same = [one == other for one, other in zip(traced, untraced, strict=True)]
+    return {
+        "what": "tokens",
+        "batch": options.batch,
+        "prompts": len(prompts),
+        "tokens": tokens,
+        "equal": sum(same),
+        "first_unequal": same.index(False) if False in same else None,
+        "different_answers": len(set(map(tuple, traced))),
+        "untraced": "vLLM's own loop" if by_plugin else "the tracer, unrecorded",
+        "plugin": engine.plugin,
         "engine": describe(bench),
     }
 
@@ -242,7 +316,7 @@ def profiled(step: Callable[[], None]) -> dict[str, Any]:
         activities.append(ProfilerActivity.CUDA)
     begin = now()
     step()
-    plain = now() - begin
+    plain = now()[0] - begin[0]
     with torch_profile(activities=activities) as result:
         step()
         now()
@@ -297,7 +371,7 @@ def parts(bench: Bench, engine: VllmEngine) -> dict[str, float]:
         begin = now()
         for _ in range(steps):
             step()
-        spent["whole step"] = now() - begin
+        spent["whole step"] = now()[0] - begin[0]
     writer.close(Closing(complete=False, stop_reason="profiled", steps=0))
     return {label: 1e3 * seconds / steps for label, seconds in spent.items()}
 
@@ -311,7 +385,11 @@ def main() -> None:
     parser.add_argument("adapter")
     parser.add_argument("--reduction", default=OWN_REDUCTION)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: none of the arms")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--batch", type=int, default=1, help="requests that run together")
+    parser.add_argument("--equal", type=int, default=0, help="prompts whose tokens are compared")
+    parser.add_argument("--equal-tokens", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--vllm-arguments", type=json.loads, default=None, help="JSON: further arguments of LLM"
@@ -324,6 +402,8 @@ def main() -> None:
         bench = Bench(options, folder)
         try:
             documents = [measure(bench, options)] if options.rounds else []
+            if options.equal:
+                documents.append(compare_tokens(bench, options))
             if options.profile:
                 documents.append(profile(bench))
         finally:

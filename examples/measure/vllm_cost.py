@@ -2,7 +2,8 @@
 
     python examples/measure/vllm_cost.py MODEL ADAPTER --tokens 128 --rounds 5 --out cost.jsonl
     python examples/measure/vllm_cost.py MODEL ADAPTER --batch 16 --arms alone recorded --out cost.jsonl
-    FLIPTRACE_SHRINK=deterministic:8 python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --equal 100 --out cost.jsonl
+    FLIPTRACE_SHRINK=deterministic:8 python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --equal 100 \\
+        --out cost.jsonl
     python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --profile --out cost.jsonl
 
 Four arms take turns, in another order each round: ``alone`` (the LLM generates with nothing attached: vLLM's own loop

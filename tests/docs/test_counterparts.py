@@ -1,0 +1,128 @@
+"""docs/counterparts.md: written from the rows in the repository, with the figures that were planted in others."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def script(load_neighbour, repository_root):
+    folder = repository_root / "examples/measure"
+    sys.path.insert(0, str(folder))
+    try:
+        return load_neighbour(folder / "counterparts.py")
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_the_page_is_what_the_rows_give(script, repository_root):
+    """Whoever adds rows writes the page anew: python examples/measure/counterparts.py."""
+    written = (repository_root / "docs/counterparts.md").read_text("utf-8")
+    assert written == script.page(repository_root / "examples/measure/results")
+
+
+def test_without_rows_there_are_no_sections(script, tmp_path):
+    """What was not measured here does not stand on the page, not even as a heading."""
+    assert script.page(tmp_path).count("\n## ") == 0
+
+
+def line_of(page, start):
+    (found,) = [line for line in page.splitlines() if line.startswith(start)]
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+def keep(script, folder, name, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script.pack(folder / "rows.jsonl", folder / f"{name}.jsonl.gz")
+
+
+def repeat_row(reduction, prompt, repetition, tokens, logits, correct):
+    return {
+        "reduction": reduction,
+        "prompt": prompt,
+        "repetition": repetition,
+        "token_ids": tokens,
+        "selected_logits": logits,
+        "ties": 1,
+        "answer": str(tokens[-1]),
+        "correct": correct,
+        "text": "left out",
+    }
+
+
+def test_repetitions(script, tmp_path):
+    """Two prompts of one changed output, one changed logit and one lost answer; a fixed order that does not repeat."""
+    rows = [
+        repeat_row("atomic:8/32", "p", 0, [1, 2], [1.0, 2.0], True),
+        repeat_row("atomic:8/32", "p", 1, [1, 3], [1.5, 2.0], False),
+        repeat_row("atomic:8/32", "q", 0, [4, 5], [1.0, 2.0], True),
+        repeat_row("atomic:8/32", "q", 1, [4, 5], [1.0, 2.0], True),
+        repeat_row("local:32/32", "p", 0, [1, 2], [1.0, 2.0], False),
+        repeat_row("local:32/32", "p", 1, [2, 2], [1.0, 2.0], False),
+    ]
+    keep(script, tmp_path, "h200-study-repeat-16", rows)
+    page = script.page(tmp_path)
+    cells = line_of(page, "| 16 | `atomic:8/32`")
+    assert [cell.partition(" (")[0] for cell in cells] == [
+        *("16", "`atomic:8/32`", "1 of 2", "1 of 2", "1 of 3", "1", "1, 0", "2 of 2", "50 %")
+    ]
+    assert "change outputs more often" in page
+    assert "changed 1 of 1 outputs" in " ".join(page.split())
+
+
+def test_decisions_and_batches(script, tmp_path):
+    """A flip of half a probability; a batch that differs from the prompt alone."""
+    rows = [
+        {
+            "reduction": "unsplit/64",
+            "prompt": "row 0",
+            "repetition": repetition,
+            "yes": yes,
+            "decision": yes >= 0.5,
+            "correct": yes >= 0.5,
+        }
+        for repetition, yes in enumerate((0.75, 0.25, 0.75))
+    ]
+    keep(script, tmp_path, "h200-study-decide", rows)
+    rows = [
+        {
+            "arm": "local:32/32",
+            "batch": batch,
+            "arrangement": "fixed",
+            "repetition": repetition,
+            "prompts": ["p", "q"],
+            "token_ids": [[1, 2], [3, 4 if batch == 1 else 5]],
+        }
+        for batch in (1, 2)
+        for repetition in (0, 1)
+    ]
+    keep(script, tmp_path, "h200-study-batch", rows)
+    page = script.page(tmp_path)
+    cells = [cell.partition(" (")[0] for cell in line_of(page, "| `unsplit/64`")]
+    assert cells == ["`unsplit/64`", "1 of 2", "0.25, 0.5", "1 of 2", "1 of 1", "1 of 1"]
+    cells = [cell.partition(" (")[0] for cell in line_of(page, "| `local:32/32`")]
+    assert cells == ["`local:32/32`", "0 of 4", "1 of 2", "nothing compared"]
+
+
+def test_latencies_pair_rounds(script, tmp_path):
+    """Twice the time in every round is +100 %, also between names in their long form."""
+    rows = [
+        {"reduction": name, "rank": 16, "batch": 1, "trial": 0, "round": turn, "seconds": seconds}
+        for turn in (0, 1)
+        for name, seconds in (
+            ("unsplit/64", 2.0 + turn),
+            ("deterministic:8/32", 1.0 + turn / 2),
+            ("local:32/32", 0.5 + turn / 4),
+            ("vllm-own", 1.0 + turn / 2),
+        )
+    ]
+    keep(script, tmp_path, "h200-study-latency-16", rows)
+    page = script.page(tmp_path)
+    rank = line_of(page, "| 16 | +21.0 %")
+    assert [cell.partition(" (")[0] for cell in rank[2:]] == [
+        *("+100.0 %", "+1.62 %", "–", "+0.0 %", "-50.0 %")
+    ]
+    assert line_of(page, "| 16 | 1 |")[5].startswith("+300.0 %")

@@ -3,14 +3,15 @@
     python examples/measure/interventions.py planted --count 50 --out planted.jsonl
     python examples/measure/interventions.py record MODEL ADAPTER gsm8k:PATH --select 0-39 --count 10 --folder PAIRS
     python examples/measure/interventions.py pairs MODEL ADAPTER PAIRS/* --gold gsm8k:PATH --out rows.jsonl
+    python examples/measure/interventions.py both MODEL ADAPTER gsm8k:PATH --minutes 5 --folder PAIRS --out rows.jsonl
     python examples/measure/interventions.py speed MODEL ADAPTER PAIR_DIR... --out speed.jsonl
     python examples/measure/interventions.py memory MODEL ADAPTER PAIR_DIR --count 1000
     python examples/measure/interventions.py summary planted planted-0.jsonl planted-1.jsonl
 
 planted: on the bundled model, pairs in which one coordinate flips the token among at least ten decoys that do not; the
 investigation must name it as the only sufficient one. record: divergent pairs, saved as folders. pairs: the whole
-investigation of each, one row a pair. speed: all roots of a pair beside the same experiments from scratch. memory: many
-interventions, resident memory.
+investigation of each, one row a pair. both: record, then pairs, on one engine. speed: all roots of a pair beside the
+same experiments from scratch. memory: many interventions, resident memory.
 
 Whatever writes rows leaves out what its file holds already, and an investigation that was interrupted goes on from the
 journal in its pair's folder. --shard K/N takes every Nth piece of work, for N processes side by side, each with an
@@ -180,7 +181,21 @@ def check(planted: Planted, pair: Pair, story: Investigation) -> dict[str, Any]:
 
 def run_record(options: argparse.Namespace) -> int:
     """Record divergent pairs into folders of their own."""
+    return record(load_engine(options.model, options.adapter, options), options)
+
+
+def run_both(options: argparse.Namespace) -> int:
+    """Record divergent pairs and investigate them, until the time is over."""
+    end = time.perf_counter() + 60 * options.minutes
     engine = load_engine(options.model, options.adapter, options)
+    record(engine, options)
+    options.pairs = sorted(options.folder.iterdir())
+    options.budget_minutes = max(0.0, (end - time.perf_counter()) / 60 / max(1, len(options.pairs)))
+    return investigate_all(engine, options)
+
+
+def record(engine: Any, options: argparse.Namespace) -> int:
+    """Do what run_record says."""
     prompts = read_dataset(options.dataset, parse_selection(options.select))
     kept = 0
     for source, text in _share(prompts, options.shard):
@@ -210,7 +225,11 @@ def run_record(options: argparse.Namespace) -> int:
 
 def run_pairs(options: argparse.Namespace) -> int:
     """Investigate pairs, one row each."""
-    engine = load_engine(options.model, options.adapter, options)
+    return investigate_all(load_engine(options.model, options.adapter, options), options)
+
+
+def investigate_all(engine: Any, options: argparse.Namespace) -> int:
+    """Do what run_pairs says."""
     rows = _known(options.out)
     seen = {row["pair"] for row in rows}
     for folder in _share(options.pairs, options.shard):
@@ -389,28 +408,32 @@ def _parser() -> argparse.ArgumentParser:
     added.set_defaults(run=run_summary, threads=1)
     added.add_argument("kind", choices=("planted", "pairs", "speed"))
     added.add_argument("files", type=Path, nargs="+")
-    record = command("record", run_record, out=False)
+    recorded = command("record", run_record, out=False)
     investigated = command("pairs", run_pairs)
+    both = command("both", run_both)
     timed = command("speed", run_speed)
     watched = command("memory", run_memory, out=False)
-    for one in (record, investigated, timed, watched):
+    for one in (recorded, investigated, both, timed, watched):
         one.add_argument("model")
         one.add_argument("adapter")
-    record.add_argument("dataset", help="gsm8k:PATH or jsonl:PATH")
-    record.add_argument("--select", nargs="+", default=["0-39"])
-    record.add_argument("--count", type=int, default=10, help="stop after so many pairs")
-    record.add_argument("--folder", type=Path, required=True)
-    record.add_argument("--reduction", default="atomic:8")
-    record.add_argument("--attempts", type=int, default=6)
-    record.add_argument("--seed", type=int, default=0, help="of simulated schedules")
-    record.add_argument("--max-new-tokens", type=int, default=256)
+    for one in (recorded, both):
+        one.add_argument("dataset", help="gsm8k:PATH or jsonl:PATH")
+        one.add_argument("--select", nargs="+", default=["0-39"])
+        one.add_argument("--count", type=int, default=10, help="stop after so many pairs")
+        one.add_argument("--folder", type=Path, required=True)
+        one.add_argument("--reduction", default="atomic:8")
+        one.add_argument("--attempts", type=int, default=6)
+        one.add_argument("--seed", type=int, default=0, help="of simulated schedules")
+        one.add_argument("--max-new-tokens", type=int, default=256)
     for one in (investigated, timed, watched):
         one.add_argument("pairs", type=Path, nargs="+", metavar="PAIR_DIR")
-    investigated.add_argument("--gold", help="the data set with the right answers, gsm8k:PATH")
-    investigated.add_argument("--shams", type=int, default=20)
-    investigated.add_argument("--budget-minutes", type=float, default=None)
-    investigated.add_argument("--continuation", choices=CONTINUATIONS, default="computed")
+    for one in (investigated, both):
+        one.add_argument("--gold", help="the data set with the right answers, gsm8k:PATH")
+        one.add_argument("--shams", type=int, default=20)
+        one.add_argument("--continuation", choices=CONTINUATIONS, default="computed")
+    investigated.add_argument("--budget-minutes", type=float, default=None, help="of each pair")
     investigated.add_argument("--max-new-tokens", type=int, default=None)
+    both.add_argument("--minutes", type=float, required=True, help="of everything")
     watched.add_argument("--count", type=int, default=1000)
     watched.add_argument("--every", type=int, default=50)
     return parser

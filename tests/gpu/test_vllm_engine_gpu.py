@@ -210,3 +210,69 @@ def test_a_flip_under_vllms_own_kernel_is_judged(engine, tmp_path):
             assert str(verdict.judgement) != "void", verdict.reasons
             return
     pytest.skip("no prompt of four flipped within 40 tokens and 3 attempts under vLLM's own kernel")
+
+
+@pytest.mark.parametrize("reduction", ["vllm-own", "deterministic:8"])
+def test_one_of_a_batch_of_sixteen(tmp_path, reduction):
+    """15 neighbours, one without adapter: a pair is recorded and rebuilt bit by bit; slots hold what calls report."""
+    bundled = bundled_model()
+    texts = [prompt.text for prompt in bundled.prompts[1:16]]
+    engine = load_engine(
+        bundled.model,
+        bundled.adapter,
+        engine="vllm",
+        attention=BACKENDS[0],
+        vllm_arguments={"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**29},
+        neighbours=[ft.Neighbour(texts[0], None), *texts[1:4], None, *texts[4:]],
+    )
+    try:
+        with ft.trace_pair(
+            engine,
+            prompt=bundled.prompts[0].text,
+            reduction=reduction,
+            attempts=2,
+            max_new_tokens=16,
+            directory=tmp_path / "pair",
+        ) as pair:
+            assert "tokens and digests of all logits equal" in pair.diff.coverage.observer_control
+            launch = pair.reference.frame(3, ft.Kind.SHRINK).layout.entries[0].launch
+            assert "batch_rows=16 first_row=4" in launch
+            if reduction == "deterministic:8":
+                assert str(pair.diff.outcome) == "identical"
+            target = None if pair.diff.flip is not None else 15
+            for found in Workbench(pair, engine, target=target).reconstruct():
+                assert found.equal, found.first_mismatch
+            tokens = [step.chosen for step in pair.reference.steps]
+        engine.set_reduction("deterministic:8")
+        ids = ft.encode_prompt(engine.tokenizer, bundled.prompts[0].text).ids
+        slots, calls = (
+            recorded(engine, ids, tmp_path / f"{by_calls}.trace", tokens, by_calls=by_calls)
+            for by_calls in (False, True)
+        )
+        assert slots == calls
+    finally:
+        engine.close()
+
+
+def recorded(engine, ids, path, tokens, *, by_calls):
+    """Record forced tokens; every frame's kind and bytes."""
+    writer = TraceWriter(path, Manifest(engine.describe()))
+    recorder = Recorder(engine, writer, RecorderOptions())
+    steps = len(tokens)
+    with engine.observed(ByCalls(recorder) if by_calls else recorder):
+        generate(
+            engine,
+            ids,
+            max_new_tokens=steps,
+            end_ids=set(),
+            on_choice=recorder.complete_step,
+            forced_ids=tuple(tokens),
+        )
+        recorder.finish()
+    writer.close(Closing(complete=True, stop_reason="max new tokens", steps=steps))
+    with TraceReader(path) as trace:
+        return [
+            (step, kind, bytes(frame.payload))
+            for step in range(steps)
+            for kind, frame in trace.step_frames(step).items()
+        ]

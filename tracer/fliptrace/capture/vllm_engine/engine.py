@@ -16,15 +16,21 @@ from fliptrace.capture.engine import (
     ShrinkInterceptor,
     SlotObserver,
 )
-from fliptrace.capture.environment import describe_environment
 from fliptrace.capture.vllm_engine import cache as paged_cache
 from fliptrace.capture.vllm_engine.batch import BatchRows, check_batch, require_mapping
 from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
-from fliptrace.capture.vllm_engine.hooks import consumption, observe, outside, stack_path
+from fliptrace.capture.vllm_engine.describing import describe_engine
+from fliptrace.capture.vllm_engine.hooks import (
+    ProjectionHooks,
+    consumption,
+    observe,
+    outside,
+    stack_path,
+)
 from fliptrace.capture.vllm_engine.hosting import check_plugin, check_settings, find_host
 from fliptrace.capture.vllm_engine.loading import LoadedLlm
 from fliptrace.capture.vllm_engine.operations import OperationWatch
-from fliptrace.capture.vllm_engine.reductions import choose_reduction, describe_reduction
+from fliptrace.capture.vllm_engine.reductions import choose_reduction
 from fliptrace.capture.vllm_engine.shrinks import (
     AdaptedLayer,
     ShrinkPath,
@@ -82,6 +88,7 @@ class VllmEngine:
         self._pending: tuple[int, ...] | None = None
         self._ready = False
         self._filler: SlotFiller | None = None
+        self._projections: ProjectionHooks | None = None
         self._layers: list[AdaptedLayer] = []
         self._not_observed: list[str] = []
         self.runtime = ShrinkRuntime(None, loaded.rank, 0, map_rows=self._map_rows)
@@ -181,32 +188,7 @@ class VllmEngine:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """Return the manifest's sections model, adapter, tokenizer, reduction, engine and environment."""
-        described = {name: dict(section) for name, section in self.loaded.description.items()}
-        layouts = sorted({layer.layout.value for layer in self.paged})
-        given = self.loaded.arguments
-        passed: dict[str, Any] = {"arguments": dict(given)} if given else {}
-        hood = self.loaded.neighbours
-        company = "alone" if hood is None else f"in a batch of {len(hood.requests) + 1}"
-        passed |= {} if hood is None else {"neighbours": hood.describe()}
-        backends = sorted({layer.module.attn_backend.get_name() for layer in self.paged})
-        described["model"]["attention"] = ", ".join(backends)
-        return {
-            **described,
-            "reduction": describe_reduction(self.runtime, self._device),
-            "engine": {
-                "name": "vllm",
-                "mode": f"eager, one request {company}, in process",
-                "sites": len(self.sites),
-                "fusion": "vLLM fuses q, k and v, and gate and up: each slice of a fused projection is a site",
-                "cache_layers": list(self._cache_layers),
-                "cache_layouts": layouts,
-                "consumption": "shrinks are hashed where expand is entered, caches in paged memory before attention",
-                "plugin": self.plugin,
-                "settings_read_in_worker": self.settings,
-                **passed,
-            },
-            "environment": describe_environment(self._device),
-        }
+        return describe_engine(self)
 
     def not_observed(self) -> tuple[str, ...]:
         """Say which adapted parts have no shrink that could be recorded."""
@@ -288,6 +270,8 @@ class VllmEngine:
         # A forward that fails leaves a cache that nothing may go on from.
         self._ready = False
         filler = self._filler_of(ids)
+        if self._projections is not None:
+            self._projections.remove() if filler is not None else self._projections.stand()
         runtime.rows, runtime.fired, runtime.filler = len(ids), [], filler
         runtime.batch = None
         try:
@@ -346,6 +330,7 @@ class VllmEngine:
         if runtime.observer is not None:
             raise RecordingError("this engine is being observed already; one observer at a time")
         handles = observe(self._layers, self.paged, runtime, observer)
+        self._projections = handles[0]
         runtime.observer = observer
         if modules:
             model = self.host.runner.model
@@ -359,7 +344,7 @@ class VllmEngine:
                 handle.remove()
             if runtime.watch is not None:
                 runtime.watch.close()
-            runtime.observer = runtime.watch = self._filler = None
+            runtime.observer = runtime.watch = self._filler = self._projections = None
 
     @contextlib.contextmanager
     def intercepted(self, interceptor: ShrinkInterceptor) -> Iterator[None]:

@@ -33,11 +33,8 @@ def observe(
     runtime: ShrinkRuntime,
     observer: Observer,
 ) -> list[Any]:
-    """Tell an observer of projections and new cache rows; returns the handles."""
-    handles = [
-        layer.module.register_forward_hook(_projections(layer, runtime, observer))
-        for layer in layers
-    ]
+    """Tell an observer of projections and new cache rows; returns the handles, the projections' first."""
+    handles: list[Any] = [ProjectionHooks(layers, runtime, observer)]
     handles += [
         layer.module.register_forward_pre_hook(
             _new_rows(number, layer, runtime, observer), with_kwargs=True
@@ -47,9 +44,35 @@ def observe(
     return handles
 
 
+class ProjectionHooks:
+    """Tells an observer of projections; on the layers only where no filler sees them, as a hook slows every call."""
+
+    def __init__(
+        self, layers: Sequence[AdaptedLayer], runtime: ShrinkRuntime, observer: Observer
+    ) -> None:
+        """Know the layers; ``stand`` puts the hooks on."""
+        self._layers = layers
+        self._told = [_projections(layer, runtime, observer) for layer in layers]
+        self._handles: list[Any] = []
+
+    def stand(self) -> None:
+        """Put the hooks on, if they are off."""
+        if not self._handles:
+            self._handles = [
+                layer.module.register_forward_hook(hook)
+                for layer, hook in zip(self._layers, self._told, strict=True)
+            ]
+
+    def remove(self) -> None:
+        """Take them off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
 def _projections(layer: AdaptedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
     def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        if not runtime.rows or runtime.filler is not None:
+        if not runtime.rows:
             return
         whole = output[0] if isinstance(output, tuple) else output
         with outside():

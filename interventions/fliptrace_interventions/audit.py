@@ -97,6 +97,10 @@ class ArmAudit:
         if self._expected.all_sites:
             self._step.replayed.append(z.detach().clone())
 
+    def needs_cached_rows(self, layer: int) -> bool:
+        """See ConsumptionAudit."""
+        return layer in self._expected.caches
+
     def cache_consumed(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See ConsumptionAudit."""
         new = self._expected.rows

@@ -20,6 +20,9 @@ class Ledger:
     def shrink_consumed(self, site, z):
         self.shrinks[site] = z.clone()
 
+    def needs_cached_rows(self, layer):
+        return True
+
     def cache_consumed(self, layer, keys, values):
         self.caches[layer] = torch.stack((keys, values)).clone()
 

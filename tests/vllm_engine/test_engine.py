@@ -48,6 +48,9 @@ class Ledger:
     def shrink_consumed(self, site, z):
         self.consumed[site] = z.clone()
 
+    def needs_cached_rows(self, layer):
+        return True
+
     def cache_consumed(self, layer, keys, values):
         self.caches[layer] = torch.stack((keys, values)).clone()
 

@@ -131,6 +131,9 @@ def test_what_is_seen_is_the_traced_request(batch, prompt, other_adapter):
         def tokens_consumed(self, ids):
             tokens.append(ids.tolist())
 
+        def needs_cached_rows(self, layer):
+            return True
+
         def cache_consumed(self, layer, keys, values):
             stored.append((layer, keys.clone(), values.clone()))
 

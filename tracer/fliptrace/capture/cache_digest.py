@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fliptrace.capture.engine import CacheLayer
+from fliptrace.capture.finishing import Replay
 from fliptrace.errors import RecordingError
 from fliptrace.numerics.digest import digest_hex, digest_rows, mix_words, position_terms
 
@@ -46,6 +47,8 @@ class RollingCacheDigest:
         )
         self._bases = (halves << _POSITION_BITS).unsqueeze(2)  # [layers, 2, 1]
         self._windowed: dict[int, list[Tensor]] = {}
+        self._one_row: _OneRow | None = None
+        self._value: Tensor | None = None
 
     def add(self, row_digests: Tensor, first_position: int) -> None:
         """Add the rows that a step wrote.
@@ -54,14 +57,25 @@ class RollingCacheDigest:
             row_digests: int64 [layers, 2, T, 2], in the order of the layers.
             first_position: absolute position of the first row.
         """
-        self._sums += self._terms(row_digests, self._bases, first_position).sum((1, 2))
+        self._value = None
+        if row_digests.shape[2] == 1:
+            self._add_one(row_digests, first_position)
+        else:
+            self._sums += self._terms(row_digests, self._bases, first_position).sum((1, 2))
         for layer, rows in self._windowed.items():
             rows.append(row_digests[self._index[layer]].clone())
 
+    def _add_one(self, row_digests: Tensor, position: int) -> None:
+        one = self._one_row
+        if one is None or one.digests.data_ptr() != row_digests.data_ptr():
+            one = self._one_row = _OneRow(row_digests, self._bases, self._sums)
+        sums, self._value = one.added(position)
+        self._sums.copy_(sums)
+
     @property
     def value(self) -> Tensor:
-        """The digest, int64 [2] on the device."""
-        return mix_words(self._sums.sum(0))
+        """The digest, int64 [2] on the device; valid until the next addition."""
+        return mix_words(self._sums.sum(0)) if self._value is None else self._value
 
     def check(self, content: Sequence[CacheLayer], step: int) -> str:
         """Recompute the digest from the cache and compare.
@@ -123,3 +137,28 @@ class RollingCacheDigest:
         )
         positions = (bases + offsets).reshape(-1)
         return position_terms(row_digests.reshape(-1, 2), positions).view_as(row_digests)
+
+
+class _OneRow:
+    """Adds one row per layer, digested at a fixed address, by one captured graph instead of some thirty launches."""
+
+    def __init__(self, digests: Tensor, bases: Tensor, sums: Tensor) -> None:
+        """Know the addresses: digests [layers, 2, 1, 2], bases [layers, 2, 1], sums [layers, 2]; all int64."""
+        self.digests = digests
+        self._bases, self._sums = bases, sums
+        self._position = bases.new_zeros(1)
+        self._result = sums.new_zeros((sums.shape[0] + 1, 2))  # the sums, then the digest
+        self._replay = Replay(self._compute, self._result)
+
+    def added(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return the sums with the rows at this position added, and their digest; both until the next call."""
+        self._position.fill_(position)
+        self._replay.run()
+        return self._result[:-1], self._result[-1]
+
+    def _compute(self) -> None:
+        positions = (self._bases + self._position).reshape(-1)
+        terms = position_terms(self.digests.reshape(-1, 2), positions).view_as(self.digests)
+        sums = self._sums + terms.sum((1, 2))
+        self._result[:-1].copy_(sums)
+        self._result[-1].copy_(mix_words(sums.sum(0)))

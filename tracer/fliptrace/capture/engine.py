@@ -113,8 +113,15 @@ class ConsumptionAudit(Protocol):
     def shrink_consumed(self, site: int, z: Tensor) -> None:
         """The operation that rounds a shrink for expand got z [T, R] FP32; called inside it, before it rounds."""
 
+    def needs_cached_rows(self, layer: int) -> bool:
+        """Tell before a layer's attention whether rows cached in earlier steps must be shown; asked in every step."""
+        ...
+
     def cache_consumed(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Attention of a layer gets keys and values, each [kv_heads, T, head_dim]: the cached rows, then the new."""
+        """Attention of a layer gets keys and values, each [kv_heads, T, head_dim]: the cached rows, then the new.
+
+        Where needs_cached_rows said no, the new rows may come alone.
+        """
 
     def residual(self, values: Tensor) -> None:
         """The layer stack ended with this residual stream, all rows of the step: [T, hidden]."""

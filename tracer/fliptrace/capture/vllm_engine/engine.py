@@ -21,9 +21,8 @@ from fliptrace.capture.vllm_engine.batch import BatchRows, check_batch, require_
 from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
 from fliptrace.capture.vllm_engine.describing import describe_engine
 from fliptrace.capture.vllm_engine.hooks import (
-    ProjectionHooks,
+    ObserverHooks,
     consumption,
-    observe,
     outside,
     stack_path,
 )
@@ -88,7 +87,7 @@ class VllmEngine:
         self._pending: tuple[int, ...] | None = None
         self._ready = False
         self._filler: SlotFiller | None = None
-        self._projections: ProjectionHooks | None = None
+        self._hooks: ObserverHooks | None = None
         self._layers: list[AdaptedLayer] = []
         self._not_observed: list[str] = []
         self.runtime = ShrinkRuntime(None, loaded.rank, 0, map_rows=self._map_rows)
@@ -270,9 +269,9 @@ class VllmEngine:
         # A forward that fails leaves a cache that nothing may go on from.
         self._ready = False
         filler = self._filler_of(ids)
-        if self._projections is not None:
-            self._projections.remove() if filler is not None else self._projections.stand()
-        runtime.rows, runtime.fired, runtime.filler = len(ids), [], filler
+        if self._hooks is not None:
+            self._hooks.use(filler)
+        runtime.rows, runtime.fired = len(ids), []
         runtime.batch = None
         try:
             for one in (filler, runtime.watch):
@@ -282,7 +281,7 @@ class VllmEngine:
             with self._path.standing(filler) if stands else contextlib.nullcontext():
                 logits = self._request.forward(ids, runtime.step)
         finally:
-            runtime.rows, runtime.filler = 0, None
+            runtime.rows = 0
         with outside():
             logits = logits.clone()
             if filler is not None:
@@ -329,8 +328,7 @@ class VllmEngine:
         runtime = self.runtime
         if runtime.observer is not None:
             raise RecordingError("this engine is being observed already; one observer at a time")
-        handles = observe(self._layers, self.paged, runtime, observer)
-        self._projections = handles[0]
+        self._hooks = ObserverHooks(self._layers, self.paged, runtime, observer)
         runtime.observer = observer
         if modules:
             model = self.host.runner.model
@@ -340,11 +338,10 @@ class VllmEngine:
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._hooks.remove()
             if runtime.watch is not None:
                 runtime.watch.close()
-            runtime.observer = runtime.watch = self._filler = self._projections = None
+            runtime.observer = runtime.watch = self._filler = self._hooks = None
 
     @contextlib.contextmanager
     def intercepted(self, interceptor: ShrinkInterceptor) -> Iterator[None]:

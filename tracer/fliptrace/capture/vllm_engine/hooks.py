@@ -27,47 +27,79 @@ def outside() -> Iterator[None]:
         yield
 
 
-def observe(
-    layers: Sequence[AdaptedLayer],
-    paged: Sequence[PagedLayer],
-    runtime: ShrinkRuntime,
-    observer: Observer,
-) -> list[Any]:
-    """Tell an observer of projections and new cache rows; returns the handles, the projections' first."""
-    handles: list[Any] = [ProjectionHooks(layers, runtime, observer)]
-    handles += [
-        layer.module.register_forward_pre_hook(
-            _new_rows(number, layer, runtime, observer), with_kwargs=True
-        )
-        for number, layer in enumerate(paged)
-    ]
-    return handles
+class ObserverHooks:
+    """Tells an observer of projections and new cache rows, by hooks on modules or through a filler of its slots.
 
-
-class ProjectionHooks:
-    """Tells an observer of projections; on the layers only where no filler sees them, as a hook slows every call."""
+    A module with a hook is called by PyTorch's slow path, some microseconds more for each of 150 modules. A filler sees
+    projections where expand runs, and new cache rows come to it where they are written, so it needs none.
+    """
 
     def __init__(
-        self, layers: Sequence[AdaptedLayer], runtime: ShrinkRuntime, observer: Observer
+        self,
+        layers: Sequence[AdaptedLayer],
+        paged: Sequence[PagedLayer],
+        runtime: ShrinkRuntime,
+        observer: Observer,
     ) -> None:
-        """Know the layers; ``stand`` puts the hooks on."""
-        self._layers = layers
-        self._told = [_projections(layer, runtime, observer) for layer in layers]
+        """Know whom to tell; nothing is put on yet."""
+        self._layers, self._paged = layers, paged
+        self._runtime, self._observer = runtime, observer
         self._handles: list[Any] = []
+        self._filler: Any = None
 
-    def stand(self) -> None:
-        """Put the hooks on, if they are off."""
-        if not self._handles:
-            self._handles = [
-                layer.module.register_forward_hook(hook)
-                for layer, hook in zip(self._layers, self._told, strict=True)
-            ]
+    def use(self, filler: Any) -> None:
+        """Choose for the forwards from now on: this filler, or hooks where it is None."""
+        if filler is None:
+            self._release()
+            if not self._handles:
+                self._handles = self._hook()
+        elif filler is not self._filler:
+            self.remove()
+            self._filler = filler
+            for number, layer in enumerate(self._paged):
+                writer = layer.module.impl
+                own = writer.do_kv_cache_update
+                writer.do_kv_cache_update = _written(number, own, filler, self._runtime)
 
     def remove(self) -> None:
-        """Take them off."""
+        """Take everything off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._release()
+
+    def _release(self) -> None:
+        if self._filler is not None:
+            self._filler = None
+            for layer in self._paged:
+                vars(layer.module.impl).pop("do_kv_cache_update", None)
+
+    def _hook(self) -> list[Any]:
+        runtime, observer = self._runtime, self._observer
+        handles = [
+            layer.module.register_forward_hook(_projections(layer, runtime, observer))
+            for layer in self._layers
+        ]
+        handles += [
+            layer.module.register_forward_pre_hook(
+                _new_rows(layer, runtime, observer), with_kwargs=True
+            )
+            for layer in self._paged
+        ]
+        return handles
+
+
+def _written(
+    number: int, own: Callable[..., Any], filler: Any, runtime: ShrinkRuntime
+) -> Callable[..., Any]:
+    """Wrap what writes new rows into a paged cache."""
+
+    def do_kv_cache_update(layer: Any, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+        if runtime.rows:
+            filler.cache_rows(number, key, value)
+        return own(layer, key, value, *rest, **more)
+
+    return do_kv_cache_update
 
 
 def _projections(layer: AdaptedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
@@ -83,18 +115,11 @@ def _projections(layer: AdaptedLayer, runtime: ShrinkRuntime, observer: Observer
     return hook
 
 
-def _new_rows(number: int, layer: PagedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
+def _new_rows(layer: PagedLayer, runtime: ShrinkRuntime, observer: Observer) -> Any:
     def hook(_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         if not runtime.rows:
             return
-        filler = runtime.filler
-        if filler is not None and len(arguments) > 2:
-            filler.cache_rows(number, arguments[1], arguments[2])
-            return
         given = dict(zip(("query", "key", "value"), arguments, strict=False)) | keywords
-        if filler is not None:
-            filler.cache_rows(number, given["key"], given["value"])
-            return
         keys, values = (_heads_first(given.get(name), layer, runtime) for name in ("key", "value"))
         with outside():
             observer.cache_rows(layer.number, keys, values)
@@ -224,8 +249,11 @@ def _attention(
         if runtime.rows:
             cached, tables = position()
             last = cached + runtime.rows
+            # Reading a whole cache of every layer in every step would take as long as the forward.
+            whole = audit.needs_cached_rows(layer.number)
+            first = layer.first_kept(cached) if whole else cached
             with outside():
-                rows = read_rows(layer, tables[layer.group], layer.first_kept(cached), last)
+                rows = read_rows(layer, tables[layer.group], first, last)
                 audit.cache_consumed(layer.number, rows[0].transpose(0, 1), rows[1].transpose(0, 1))
         return own(*arguments, **keywords)
 

@@ -83,7 +83,6 @@ class ShrinkRuntime:
         audit: is told of every shrink by its consumer, else None.
         launches: descriptions of launches by everything that shapes them.
         fired: sites that ran in this forward.
-        filler: fills the observer's slots in this forward, instead of calls; None for calls.
         watch: is told of base projections, shrinks and expands, None where operations are not watched.
         batch: where the request's rows lie among those of its neighbours; None for a request alone.
         map_rows: in a batch, checks that these rows have the adapter, and returns its slot.
@@ -100,7 +99,6 @@ class ShrinkRuntime:
     audit: ConsumptionAudit | None = None
     launches: dict[Any, str] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
-    filler: Any = None
     watch: Any = None
     batch: BatchRows | None = None
     map_rows: Callable[[BatchRows], int] | None = None

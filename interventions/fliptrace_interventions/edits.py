@@ -36,12 +36,26 @@ class Source(StrEnum):
 
 
 class CachePart(StrEnum):
-    """Which part of a layer's cache. STATE is the recurrent state of layers that keep one."""
+    """Which part of a layer's cache.
 
+    WHOLE is whatever a layer keeps: keys and values, recurrent state, or all of it. BOTH is keys and values. STATE is
+    the recurrent state of layers that keep one.
+    """
+
+    WHOLE = "whole"
     BOTH = "both"
     KEYS = "keys"
     VALUES = "values"
     STATE = "state"
+
+
+_PART_NAMES = {
+    CachePart.WHOLE: "cache",
+    CachePart.BOTH: "cached keys and values",
+    CachePart.KEYS: "cached keys",
+    CachePart.VALUES: "cached values",
+    CachePart.STATE: "recurrent state",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +197,18 @@ class CacheEdit(_Shown):
     Attributes:
         step: the step that reads the edited cache first. Before step 0 there is none: such an edit is not applicable.
         layers: which cache layers, None for all.
-        part: keys, values, both, or recurrent state.
-        positions: absolute token positions, None for all that the cache holds at that step.
+        part: whatever the layers keep, keys, values, both, or recurrent state.
+        positions: absolute token positions, None for all that the cache holds at that step. Positions, heads and
+            dimensions select keys and values only: recurrent state is put in whole.
         heads: which key/value heads, None for all.
         dimensions: which elements of a head, None for all.
-        value: whose recorded value, or one value for every selected element; it must be one of the cache's 16-bit type.
+        value: whose recorded value, or one value for every selected element; it must be one of the type that is cached.
         expect: how many elements must be selected; None leaves it open.
     """
 
     step: int
     layers: tuple[int, ...] | None = None
-    part: CachePart = CachePart.BOTH
+    part: CachePart = CachePart.WHOLE
     positions: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     dimensions: tuple[int, ...] | None = None
@@ -216,8 +231,7 @@ class CacheEdit(_Shown):
     @property
     def name(self) -> str:
         """The name that people read."""
-        part = "cache" if self.part is CachePart.BOTH else f"cached {self.part}"
-        words = [f"{part} before step {self.step}"]
+        words = [f"{_PART_NAMES[self.part]} before step {self.step}"]
         for label, chosen in (
             ("layer", self.layers),
             ("token position", self.positions),

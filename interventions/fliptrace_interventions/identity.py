@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fliptrace.capture.engine import Engine
+from fliptrace.capture.engine import Engine, state_key
 from fliptrace.errors import InputError
 from fliptrace.manifest import Manifest, differing_keys
 from fliptrace.trace import Kind, Trace
@@ -77,6 +77,11 @@ def _company(manifest: Manifest) -> str:
 
 
 def _check_records(trace: Trace, engine: Engine, name: str) -> None:
+    if not engine.cache_layers:
+        raise InputError(
+            f"{name} is of a model whose layers keep recurrent state alone; nothing in such a state says how many "
+            "tokens it has seen, so no execution of it can be restarted yet. Hybrid models can be"
+        )
     for kind in (Kind.SHRINK, Kind.OPERAND, Kind.CACHE, Kind.LOGITS_DIGEST):
         if kind not in trace.steps[0].frames:
             raise InputError(f"{name} holds no {kind} records; record the pair again")
@@ -95,6 +100,12 @@ def _check_records(trace: Trace, engine: Engine, name: str) -> None:
         raise InputError(
             f"{name} holds caches of other layers ({len(_keys(trace, Kind.CACHE))}) than this engine ({len(layers)}); "
             "load the model that was recorded"
+        )
+    states = [state_key(layer, name) for layer, name in engine.state_keys]
+    if _keys(trace, Kind.STATE) != states:
+        raise InputError(
+            f"{name} holds the recurrent states {_keys(trace, Kind.STATE)}, this engine keeps {states}; load the model "
+            "that was recorded, or record the pair again"
         )
     ids = trace.manifest.get("prompt.ids")
     if ids is not None and tuple(ids) != tuple(trace.steps[0].token_ids):

@@ -28,7 +28,12 @@ from fliptrace_interventions.recorded import RecordedExecution
 #: A shrink in an arm: (step, site index).
 Place = tuple[int, int]
 
-_PARTS = {CachePart.KEYS: (0,), CachePart.VALUES: (1,), CachePart.BOTH: (0, 1)}
+_PARTS = {
+    CachePart.KEYS: (0,),
+    CachePart.VALUES: (1,),
+    CachePart.BOTH: (0, 1),
+    CachePart.WHOLE: (0, 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class CachePatch:
         """Write into ``base``; ``source`` is the same layer's recorded cache of whoever the value comes from."""
         index = None
         parts = (self.positions, self.heads, self.dimensions)
-        if self.part is not CachePart.BOTH or any(chosen is not None for chosen in parts):
+        if len(_PARTS[self.part]) == 1 or any(chosen is not None for chosen in parts):
             index = self.index(tuple(base.shape), first_position)
         _put(base, index, self.value, source)
 
@@ -108,6 +113,25 @@ class CachePatch:
         if self.positions is None:
             return None
         return tuple(position - first_position for position in self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePatch:
+    """Replace one tensor of a layer's recurrent state before a step, whole.
+
+    Attributes:
+        layer: its number.
+        name: which of the layer's tensors.
+        value: what to put there.
+    """
+
+    layer: int
+    name: str
+    value: EditValue
+
+    def apply(self, base: Tensor, source: Tensor | None) -> None:
+        """Write into ``base``; ``source`` is the same tensor as whoever the value comes from recorded it."""
+        _put(base, None, self.value, source)
 
 
 @dataclass(frozen=True)
@@ -132,7 +156,7 @@ class Plan:
     recorded_until: Place | None = None
     watched_from: Place | None = None
     patches: Mapping[Place, tuple[ShrinkPatch, ...]] = field(default_factory=dict)
-    cache_patches: Mapping[int, tuple[CachePatch, ...]] = field(default_factory=dict)
+    cache_patches: Mapping[int, tuple[CachePatch | StatePatch, ...]] = field(default_factory=dict)
     replays: Mapping[int, Source] = field(default_factory=dict)
     tokens: Mapping[int, int] = field(default_factory=dict)
 

@@ -1,7 +1,8 @@
 """Replay a recording from an empty cache by its token ids and shrinks alone, and compare everything else with it.
 
-If every cache row and every logits row comes out bit-equal, then the shrinks are all that could have made a difference,
-and this machine computes what was recorded. Without that nothing said about substituted values means anything.
+If every cache row, every recurrent state and every logits row comes out bit-equal, then the shrinks are all that could
+have made a difference, and this machine computes what was recorded. Without that nothing said about substituted values
+means anything.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def reconstruct(
             if mismatch is not None:
                 break
         if mismatch is None and last_step > 0:
-            engine.write_cache(recorded.cache_before(last_step), last_step)
+            engine.write_cache(
+                recorded.cache_before(last_step), last_step, recorded.state_before(last_step)
+            )
             restored = _replayed_step(engine, recorded, audit, replay, last_step) is None
             forwards += 1
     equal = mismatch is None
@@ -70,7 +73,9 @@ def _replayed_step(
     """Replay one step; say where it is not the recorded one, None when it is."""
     replay.step = step
     audit.begin(Expectation(step, len(recorded.positions(step))))
-    arrived, state = audit.finish(engine.step(recorded.token_ids[step - 1] if step else None))
+    logits = engine.step(recorded.token_ids[step - 1] if step else None)
+    states = engine.read_state()
+    arrived, state = audit.finish(logits, states)
     expected = {layer: recorded.cache_rows(step, layer) for layer in engine.cache_layers}
     for layer, rows in expected.items():
         found = arrived.rows.get(layer)
@@ -92,6 +97,10 @@ def _replayed_step(
                 f"step {step}: {int(mask.sum())} elements of layer {layer}'s new cache rows differ, first in the "
                 f"{'values' if part else 'keys'} of token position {recorded.positions(step)[row]}"
             )
+    for now, then in zip(states, recorded.state_after(step), strict=True):
+        changed = int((integer_view(now.values) != integer_view(then.values)).sum())
+        if changed:
+            return f"step {step}: {changed} elements of the recurrent state {then.name} of layer {then.layer} differ"
     if state.logits != recorded.logits_digest(step):
         return f"step {step}: the cache rows are equal, but the logits differ"
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fliptrace.capture.engine import CacheLayer, Engine
+from fliptrace.capture.engine import CacheLayer, Engine, StateTensor, state_key
 from fliptrace.errors import InputError, SiteNotFoundError
 from fliptrace.numerics import digest_hex, digest_tensor
 from fliptrace.trace import Frame, Kind, Layout, StepRecord, Trace
@@ -163,6 +163,24 @@ class RecordedExecution:
             layers.append(CacheLayer(layer, values, first, self._engine.cache_windows[layer]))
         return tuple(layers)
 
+    def state_after(self, step: int) -> tuple[StateTensor, ...]:
+        """Return the recurrent state that a step left; empty where the model keeps none."""
+        if not self._engine.state_keys:
+            return ()
+        frame = self._frame(step, Kind.STATE)
+        return tuple(
+            StateTensor(layer, name, frame.tensor(state_key(layer, name)).to(self._engine.device))
+            for layer, name in self._engine.state_keys
+        )
+
+    def state_before(self, step: int) -> tuple[StateTensor, ...]:
+        """Return the recurrent state as it was before a step, which the step before it left."""
+        if step < 1:
+            raise InputError(
+                f"there is no recurrent state before step {step}; the first is that before step 1"
+            )
+        return self.state_after(step - 1)
+
     def cache_digests(self, step: int) -> dict[int, str]:
         """Return the digest of every layer's cache before a step, 32 hexadecimal digits each."""
         found = self._cache_digests.get(step)
@@ -191,7 +209,13 @@ class RecordedExecution:
             content = hashlib.sha256(self.trace.manifest.to_json().encode())
             for step in self.trace.steps:
                 content.update(repr(step).encode())
-            for kind in (Kind.SHRINK, Kind.OPERAND, Kind.CACHE, Kind.LOGITS_DIGEST):
+            for kind in (
+                Kind.SHRINK,
+                Kind.OPERAND,
+                Kind.CACHE,
+                Kind.STATE,
+                Kind.LOGITS_DIGEST,
+            ):
                 for frame in self.trace.source.frames(kind):
                     sealed = frame.payload if frame.digests is None else frame.digests.numpy()
                     content.update(bytes(sealed))
@@ -279,3 +303,13 @@ class RecordedExecution:
         }
         self._cache = _KeptCache(steps, layers, digest_tensors(list(layers.values())))
         return self._cache
+
+
+def recorded_parts(execution: RecordedExecution, step: int) -> dict[int | tuple[int, str], Tensor]:
+    """Return all that an execution kept before a step: keys and values by layer, recurrent state by layer and name."""
+    parts: dict[int | tuple[int, str], Tensor] = {
+        layer.layer: layer.values for layer in execution.cache_before(step)
+    }
+    return parts | {
+        (state.layer, state.name): state.values for state in execution.state_before(step)
+    }

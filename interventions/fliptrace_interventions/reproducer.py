@@ -122,7 +122,7 @@ def recover_operand(recorded: RecordedExecution, engine: Engine, step: int, site
             engine.start(recorded.prompt_ids)
             engine.step()
         else:
-            engine.write_cache(recorded.cache_before(step), step)
+            engine.write_cache(recorded.cache_before(step), step, recorded.state_before(step))
             engine.step(recorded.token_ids[step - 1])
     (operand,) = found
     if not torch.equal(digest_rows(operand), recorded.operand_digests(step, site)):

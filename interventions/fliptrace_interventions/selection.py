@@ -13,9 +13,14 @@ from torch import Tensor
 from fliptrace.capture.engine import Engine
 from fliptrace.errors import InputError
 from fliptrace.numerics import integer_view
+from fliptrace_interventions.cache_places import (
+    check_cache_places,
+    check_representable,
+    chosen_layers,
+    refuse_state_twice,
+)
 from fliptrace_interventions.edits import (
     CacheEdit,
-    CachePart,
     Edit,
     ForcedTokens,
     GivenValue,
@@ -23,8 +28,8 @@ from fliptrace_interventions.edits import (
     ShrinkEdit,
     Source,
 )
-from fliptrace_interventions.plans import CachePatch, Place, Plan, ShrinkPatch
-from fliptrace_interventions.recorded import RecordedExecution
+from fliptrace_interventions.plans import CachePatch, Place, Plan, ShrinkPatch, StatePatch
+from fliptrace_interventions.recorded import RecordedExecution, recorded_parts
 
 #: What the shrinks between several edited sites may be.
 BETWEEN = ("recorded", "recomputed")
@@ -145,7 +150,7 @@ class _Resolver:
         self.recipient, self.donor, self.engine, self.target = recipient, donor, engine, target
         self.sites = {(site.path, site.slice): number for number, site in enumerate(engine.sites)}
         self.patches: dict[Place, list[ShrinkPatch]] = defaultdict(list)
-        self.cache_patches: dict[int, list[CachePatch]] = defaultdict(list)
+        self.cache_patches: dict[int, list[CachePatch | StatePatch]] = defaultdict(list)
         self.replays: dict[int, Source] = {}
         self.tokens: dict[int, int] = {}
         self.before_prefill = False
@@ -199,8 +204,10 @@ class _Resolver:
                 [(shape, patch.index(shape)) for patch in group],
                 f"{self.engine.sites[site].name} in step {step}",
             )
-        for step, patches in self.cache_patches.items():
+        for step, group_of_step in self.cache_patches.items():
             content = self._shapes(step)
+            patches = [patch for patch in group_of_step if isinstance(patch, CachePatch)]
+            refuse_state_twice(step, [p for p in group_of_step if isinstance(p, StatePatch)])
             for layer in sorted({patch.layer for patch in patches}):
                 shape, first = content[layer]
                 _refuse_double(
@@ -259,41 +266,39 @@ class _Resolver:
 
     def _cache(self, edit: CacheEdit) -> SelectedEdit:
         self._reach(edit.step, edit)
-        if edit.part is CachePart.STATE:
-            raise InputError(
-                f"{edit.name}: this engine's model keeps keys and values only, no recurrent state; choose keys, values "
-                "or both"
-            )
+        layers, states = chosen_layers(edit, self.engine)
         if edit.step == 0:
             self.before_prefill = True
             return SelectedEdit(edit, edit.expect or 1, 0, ("nothing is cached before step 0",))
         content = self._shapes(edit.step)
-        layers = tuple(content) if edit.layers is None else edit.layers
-        unknown = [layer for layer in layers if layer not in content]
-        if unknown:
-            raise InputError(
-                f"{edit.name}: layer {unknown[0]} has no cache of its own; layers with one are "
-                f"{', '.join(map(str, content))}"
-            )
         elements = differing = 0
         places = []
-        own = {layer.layer: layer for layer in self.recipient.cache_before(edit.step)}
+        own = recorded_parts(self.recipient, edit.step)
         source = own
         if edit.value is Source.DONOR:
-            source = {layer.layer: layer for layer in self.donor.cache_before(edit.step)}
+            source = recorded_parts(self.donor, edit.step)
         for layer in layers:
             shape, first = content[layer]
-            _check_cache_places(edit, layer, shape, first)
-            _check_representable(edit, own[layer].values.dtype)
+            check_cache_places(edit, layer, shape, first)
+            check_representable(edit, own[layer].dtype)
             patch = CachePatch(
                 layer, edit.part, edit.positions, edit.heads, edit.dimensions, edit.value
             )
             self.cache_patches[edit.step].append(patch)
-            after = own[layer].values.clone()
-            patch.apply(after, first, source[layer].values)
-            count, changed = patch.count(shape, first), _differing(own[layer].values, after)
+            after = own[layer].clone()
+            patch.apply(after, first, source[layer])
+            count, changed = patch.count(shape, first), _differing(own[layer], after)
             elements, differing = elements + count, differing + changed
             places.append(f"layer {layer}: {count} elements from position {first} on")
+        for layer, name in states:
+            before = own[layer, name]
+            check_representable(edit, before.dtype)
+            whole = StatePatch(layer, name, edit.value)
+            self.cache_patches[edit.step].append(whole)
+            after = before.clone()
+            whole.apply(after, source[layer, name])
+            elements, differing = elements + before.numel(), differing + _differing(before, after)
+            places.append(f"layer {layer}: {before.numel()} elements of the state {name}")
         return SelectedEdit(edit, elements, differing, tuple(places))
 
     def _shapes(self, step: int) -> dict[int, tuple[tuple[int, ...], int]]:
@@ -339,48 +344,6 @@ class _Resolver:
         )
         place = f"generated tokens {edit.from_step} to {last}"
         return SelectedEdit(edit, len(edit.token_ids), differing, (place,))
-
-
-def _check_cache_places(
-    edit: CacheEdit, layer: int, shape: tuple[int, ...], first_position: int
-) -> None:
-    """Refuse positions, heads and elements that this layer's cache does not hold.
-
-    Raises:
-        InputError: what was asked for and what there is; a position that a sliding window has evicted is named as such.
-    """
-    end = first_position + shape[1]
-    for position in edit.positions or ():
-        if position < first_position:
-            raise InputError(
-                f"{edit.name}: layer {layer} attends through a sliding window and has evicted position {position} "
-                f"before step {edit.step}; the first position that it keeps is {first_position}. Name later positions, "
-                "an earlier step, or only layers that still hold this position"
-            )
-        if position >= end:
-            raise InputError(
-                f"{edit.name}: before step {edit.step} the cache ends at position {end - 1}; got {position}"
-            )
-    for what, numbers, size in (
-        ("heads", edit.heads, shape[2]),
-        ("dimensions", edit.dimensions, shape[3]),
-    ):
-        if numbers is not None and numbers[-1] >= size:
-            raise InputError(
-                f"{edit.name}: layer {layer} has {what} 0 to {size - 1}; got {numbers[-1]}"
-            )
-
-
-def _check_representable(edit: CacheEdit, dtype: torch.dtype) -> None:
-    if not isinstance(edit.value, GivenValue):
-        return
-    value = torch.tensor([edit.value.value], dtype=torch.float32)
-    back = value.to(dtype).to(torch.float32)
-    if not torch.equal(integer_view(value), integer_view(back)):
-        raise InputError(
-            f"{edit.name}: the cache is {dtype}, which does not hold {edit.value.value!r}; the nearest value that it "
-            f"holds is {float(back)!r}"
-        )
 
 
 def _differing(before: Tensor, after: Tensor) -> int:

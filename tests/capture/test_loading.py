@@ -338,49 +338,6 @@ def test_lora_on_the_head_is_a_site_of_its_own(llama_folders, tiny, tmp_path, re
     assert trace.record(engine.sites[0].path, Kind.SHRINK, 0).shape == (5, 16)
 
 
-def refuse_to_record(engine, record, layers):
-    """The engine runs and says what it does not see; recording, reading and writing its cache are refused."""
-    assert any(f"layers {layers} keep recurrent state" in said for said in engine.not_observed())
-    engine.start((5, 6, 7))
-    assert bool(engine.step().isfinite().all())
-    for act in (
-        engine.read_cache,
-        lambda: engine.write_cache([], 1),
-        lambda: record(engine, (5, 6, 7), tokens=2),
-    ):
-        with pytest.raises(UnsupportedModelError, match=rf"layers {layers} of \w+ keep recurrent"):
-            act()
-
-
-def test_recurrent_models_are_not_recorded(tiny, tmp_path, record):
-    """Mamba keeps a state that the canonical cache does not hold."""
-    from transformers import MambaConfig
-
-    configuration = MambaConfig(vocab_size=320, hidden_size=32, state_size=4, num_hidden_layers=2)
-    model = tiny.write_model(tmp_path / "mamba", configuration)
-    adapter = tiny.write_adapter(tmp_path / "adapter", model, target_modules=["in_proj"])
-    engine = TransformersEngine(load(model, adapter, attention="eager"))
-    refuse_to_record(engine, record, "0, 1")
-
-
-def test_hybrid_models_are_not_recorded(tiny, tmp_path, record):
-    """One recurrent layer among attention layers is enough."""
-    from transformers import Lfm2Config
-
-    configuration = Lfm2Config(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        layer_types=["full_attention", "conv"],
-    )
-    model = tiny.write_model(tmp_path / "hybrid", configuration)
-    adapter = tiny.write_adapter(tmp_path / "adapter", model, target_modules=["q_proj", "v_proj"])
-    refuse_to_record(TransformersEngine(load(model, adapter)), record, "1")
-
-
 def test_shared_lora_layers_are_refused(llama_folders):
     """A LoRA layer that runs twice per forward has no single record per step."""
     loaded = load(*llama_folders)

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+#: What can be adapted in Nemotron-H by PEFT; vLLM adapts out_proj, too.
+HYBRID_PROJECTIONS = (
+    "in_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "up_proj",
+    "down_proj",
+)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VOCABULARY = 320
 CONTEXT = 160
@@ -61,6 +72,32 @@ def gemma_configuration(**changes: Any) -> Any:
         "pad_token_id": 0,
     }
     return Gemma3TextConfig(**(settings | changes))
+
+
+def nemotron_configuration(pattern: str = "M*-M", **changes: Any) -> Any:
+    """Nemotron-H: Mamba-2 (``M``), attention (``*``) and MLP (``-``) layers, hidden 256."""
+    from transformers import NemotronHConfig
+
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "hybrid_override_pattern": pattern,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.02,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return NemotronHConfig(**(settings | changes))
 
 
 def write_model(
@@ -120,6 +157,48 @@ def write_adapter(
         wrapped = get_peft_model(base, LoraConfig(**(chosen | settings)))
         fill_adapter(wrapped, strength)
         wrapped.save_pretrained(folder)
+    return folder
+
+
+def write_plain_adapter(
+    folder: Path,
+    model: Path,
+    targets: Sequence[str],
+    *,
+    rank: int = 16,
+    seed: int = 1,
+    strength: float = 0.05,
+) -> Path:
+    """Write an adapter in PEFT's format without PEFT, which adapts no out_proj of Mamba layers and vLLM does."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    with safe_open(str(model / "model.safetensors"), "pt") as file:
+        for name in sorted(file.keys()):
+            path = name.removesuffix(".weight")
+            if path.rpartition(".")[2] not in targets:
+                continue
+            rows, columns = file.get_slice(name).get_shape()
+            place = f"base_model.model.{path.replace('backbone.', 'model.', 1)}"
+            for part, shape, deviation in (
+                ("lora_A", (rank, columns), columns**-0.5),
+                ("lora_B", (rows, rank), strength),
+            ):
+                values = torch.randn(shape, generator=generator) * deviation
+                tensors[f"{place}.{part}.weight"] = values.to(torch.bfloat16)
+    folder.mkdir(parents=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    configuration = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(configuration), "utf-8")
     return folder
 
 

@@ -179,7 +179,9 @@ def test_cache_edits_put_in_what_they_name(noisy, llama, monkeypatch):
     written = []
     real = llama.write_cache
     monkeypatch.setattr(
-        llama, "write_cache", lambda layers, at: (written.append(layers), real(layers, at))[1]
+        llama,
+        "write_cache",
+        lambda layers, at, states=(): (written.append(layers), real(layers, at, states))[1],
     )
     layer = llama.cache_layers[1]
     own = {entry.layer: entry.values for entry in workbench.reference.cache_before(step)}

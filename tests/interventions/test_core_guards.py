@@ -198,7 +198,7 @@ def test_a_write_to_an_evicted_position(planted, monkeypatch):
     kept = dataclasses.replace(edit, positions=(first,))
     found = workbench.screen([kept])
     assert found.edited.receipts[0].landed
-    monkeypatch.setattr(selection, "_check_cache_places", lambda *_: None)
+    monkeypatch.setattr(selection, "check_cache_places", lambda *_: None)
     wrong = workbench.screen([edit])
     assert wrong.judgement is not Judgement.VOID
     assert wrong.edited.receipts[0].digest_written != wrong.edited.receipts[0].digest_before

@@ -1,4 +1,4 @@
-"""Model families: small random models through trace-study repeat and a pair; what is not recorded is said.
+"""Model families: small random models through trace-study repeat and a pair.
 
 Llama's and Gemma 3's recording is tested in tests/capture. On vLLM the same models run where it is installed and takes
 them.
@@ -13,7 +13,6 @@ import pytest
 
 import fliptrace as ft
 from fliptrace.command_line import trace_study
-from fliptrace.errors import UnsupportedModelError
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 PROMPT = "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14 w15"
@@ -137,10 +136,9 @@ def test_a_pair_on_transformers(folders, family):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_hybrids_state_is_not_recorded(folders):
-    """Nemotron-H generates as with a fresh prefill, says what it cannot see, and a pair of it is refused."""
+def test_a_hybrids_state_is_that_of_a_fresh_prefill(folders):
+    """Nemotron-H steps as with a fresh prefill of the same tokens; a pair of it names its Mamba layers."""
     engine = ft.load_engine(*folders("nemotron_h"), device="cpu")
-    assert engine.not_observed() == ("layers 0, 2 keep recurrent state, which is not recorded",)
     assert engine.cache_layers == (1, 3)
     ids = ft.encode_prompt(engine.tokenizer, PROMPT, chat_template=False).ids
     engine.start(ids[:8])
@@ -150,13 +148,16 @@ def test_a_hybrids_state_is_not_recorded(folders):
     engine.start(ids)
     whole = engine.step()
     assert float((stepped - whole).abs().max()) < 0.05 * float(whole.abs().max())
-    with pytest.raises(UnsupportedModelError, match="recurrent state"):
-        ft.trace_pair(engine, prompt=PROMPT, attempts=1, max_new_tokens=4, chat_template=False)
+    with ft.trace_pair(
+        engine, prompt=PROMPT, attempts=1, max_new_tokens=4, chat_template=False
+    ) as pair:
+        assert pair.reference.manifest.get("engine.state_layers") == [0, 2]
+        assert "equal" in pair.diff.coverage.observer_control
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed here")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3", "nemotron_h"])
 def test_repeat_on_vllm(run_main, folders, tmp_path, family):
     """The families that vLLM runs here: a fixed order changes nothing."""
     found = repeat(run_main, folders(family), tmp_path, "vllm", "atomic:8", "deterministic:8")

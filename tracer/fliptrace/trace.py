@@ -42,10 +42,11 @@ class Kind(StrEnum):
 
     SHRINK: z = x·Aᵀ, FP32 [T, R]. OPERAND: row digests of the shrink's input x, int64 [T, 2]. OPERAND_VALUES: x itself,
     [T, K]. PROJECTION: row digests of the LoRA layer's output, int64 [T, 2]. CACHE: the key and value rows written in
-    this step, [2, T, kv_heads, head_dim], one record per cache layer. LOGITS_TOP: the largest logits of the last row,
-    [64]; LOGITS_TOP_IDS: their token ids, int64 [64]; LOGITS_DIGEST: int64 [1, 2]; LOGITS_FULL: [vocabulary], where
-    kept. MODULE_INPUT and MODULE_OUTPUT: row digests around every module; OPERATION_INPUT and OPERATION_OUTPUT: row
-    digests around every functional operation, attention included, both int64 [rows, 2].
+    this step, [2, T, kv_heads, head_dim], one record per cache layer. STATE: the recurrent state after this step,
+    whole, one record per tensor of a layer. LOGITS_TOP: the largest logits of the last row, [64]; LOGITS_TOP_IDS: their
+    token ids, int64 [64]; LOGITS_DIGEST: int64 [1, 2]; LOGITS_FULL: [vocabulary], where kept. MODULE_INPUT and
+    MODULE_OUTPUT: row digests around every module; OPERATION_INPUT and OPERATION_OUTPUT: row digests around every
+    functional operation, attention included, both int64 [rows, 2].
     """
 
     SHRINK = "shrink"
@@ -53,6 +54,7 @@ class Kind(StrEnum):
     OPERAND_VALUES = "operand_values"
     PROJECTION = "projection"
     CACHE = "cache"
+    STATE = "state"
     LOGITS_TOP = "logits_top"
     LOGITS_TOP_IDS = "logits_top_ids"
     LOGITS_DIGEST = "logits_digest"
@@ -68,8 +70,9 @@ class LayoutEntry:
     """One record's place in a frame.
 
     Attributes:
-        key: the site's path; for cache records ``cache.<layer>``; for logits ``logits``; for operations the module's
-            path, the operation's name and its occurrence within the module (``model.layers.0.self_attn/sdpa#0``).
+        key: the site's path; for cache records ``cache.<layer>``; for recurrent state ``state.<layer>.<name>``; for
+            logits ``logits``; for operations the module's path, the operation's name and its occurrence within the
+            module (``model.layers.0.self_attn/sdpa#0``).
         dtype: float32, bfloat16, float16, int64 or int32.
         shape: the record's shape.
         launch: for shrinks, the launch configuration and the operand's strides in one line; a difference of launch

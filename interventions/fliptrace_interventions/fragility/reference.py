@@ -71,6 +71,7 @@ class ReferenceRun:
         steps: one per generated token.
         calls: every shrink in execution order; empty where they were not asked for.
         cache: the whole cache at the end, empty where it was not asked for.
+        has_state: the model keeps recurrent state, of which only the end's could be read.
     """
 
     prompt_ids: tuple[int, ...]
@@ -79,6 +80,7 @@ class ReferenceRun:
     steps: list[ReferenceStep] = field(default_factory=list)
     calls: list[ShrinkCall] = field(default_factory=list)
     cache: tuple[CacheLayer, ...] = ()
+    has_state: bool = False
 
     def near_steps(self, reach: float) -> list[int]:
         """Return the steps whose margin is at most ``reach`` ULP."""
@@ -86,8 +88,12 @@ class ReferenceRun:
 
     @property
     def restarts(self) -> bool:
-        """Whether an execution can begin at any step: the cache still holds every row, as no window has moved on."""
-        return bool(self.cache) and all(layer.first_position == 0 for layer in self.cache)
+        """Whether an execution can begin at any step: the cache holds every row, and no recurrent state is needed."""
+        return (
+            bool(self.cache)
+            and not self.has_state
+            and all(layer.first_position == 0 for layer in self.cache)
+        )
 
 
 class _Watching:
@@ -151,7 +157,7 @@ def observe_reference(
         )
     run.token_ids, run.stop_reason = execution.token_ids, execution.stop_reason
     if shrinks:
-        run.cache = engine.read_cache()
+        run.cache, run.has_state = engine.read_cache(), bool(engine.state_keys)
     return run
 
 
@@ -192,7 +198,7 @@ def reference_of_trace(engine: EngineProtocol, recorded: RecordedExecution) -> R
                 f"{recorded.trace.name} has token {wanted} in step {step}; with its recorded shrinks this machine "
                 f"chooses {made}. Its fragility can be asked for only on the stack that recorded it"
             )
-    run.cache = engine.read_cache()
+    run.cache, run.has_state = engine.read_cache(), bool(engine.state_keys)
     return run
 
 

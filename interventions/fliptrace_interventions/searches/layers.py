@@ -1,4 +1,4 @@
-"""Take a cache substitution apart: which layers, keys or values, are enough alone, and which are needed."""
+"""Take a cache substitution apart: which layers, keys, values or states are enough alone, and which are needed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from fliptrace_interventions.edits import CacheEdit, CachePart, Edit
 from fliptrace_interventions.searches.trials import Trials
 from fliptrace_interventions.workbench import EXECUTIONS
 
-_OTHER = {CachePart.KEYS: CachePart.VALUES, CachePart.VALUES: CachePart.KEYS}
-
 
 @dataclass(frozen=True, slots=True)
 class CacheByLayer:
-    """What was found of layers, and of keys and values apart; spent: why it ended early, "" when it did not."""
+    """What was found of layers, and of keys, values and state apart; spent: why it ended early, "" when it did not."""
 
     layers: tuple[LayerNeed, ...]
     parts: tuple[CachePartNeed, ...]
@@ -28,8 +26,8 @@ def take_cache_apart(trials: Trials) -> CacheByLayer:
 
     ``sufficient_alone``: the donor's cache of this layer, the recipient's of all others. ``needed``: the recipient's
     cache of this layer, the donor's of all others; only where the whole cache gives the donor's token. Then the same
-    for keys and values: of all layers, and of each layer that is enough or needed. Layers whose incoming cache is
-    bit-equal in both executions can do nothing and are left out.
+    for keys, values and recurrent state: of all layers, and of each layer that is enough or needed. Layers whose
+    incoming cache is bit-equal in both executions can do nothing and are left out.
 
     Args:
         trials: runs them.
@@ -51,7 +49,15 @@ class _Direction:
     def __init__(self, trials: Trials, recipient: str) -> None:
         self.trials, self.recipient = trials, recipient
         self.step = trials.workbench.target_step
-        counts = {layer: self._differing(layer) for layer in trials.workbench.engine.cache_layers}
+        engine = trials.workbench.engine
+        self.keepers = {
+            CachePart.KEYS: set(engine.cache_layers),
+            CachePart.VALUES: set(engine.cache_layers),
+            CachePart.STATE: {layer for layer, _ in engine.state_keys},
+        }
+        counts = {
+            layer: self._differing(layer) for layer in sorted(set().union(*self.keepers.values()))
+        }
         self.differing = {layer: count for layer, count in counts.items() if count}
 
     def run(self, layers: list[LayerNeed], parts: list[CachePartNeed]) -> None:
@@ -72,21 +78,27 @@ class _Direction:
                 parts += self._parts((need.layer,), whole)
 
     def _parts(self, chosen: tuple[int, ...], whole: bool) -> Iterator[CachePartNeed]:
-        """Try keys and values of some layers."""
-        for part, other in _OTHER.items():
-            differing = sum(self._differing(layer, part) for layer in chosen)
+        """Try keys, values and recurrent state of some layers."""
+        for part in self.keepers:
+            keeping = self._keeping(chosen, part)
+            differing = sum(self._differing(layer, part) for layer in keeping)
             if not differing:
                 continue
-            alone = self._flips(CacheEdit(self.step, chosen, part))
+            alone = self._flips(CacheEdit(self.step, keeping, part))
             rest: tuple[Edit, ...] = tuple(
                 CacheEdit(self.step, (layer,)) for layer in self.differing if layer not in chosen
             )
-            if any(self._differing(layer, other) for layer in chosen):
-                rest = (*rest, CacheEdit(self.step, chosen, other))
+            for other in self.keepers:
+                others = self._keeping(chosen, other) if other is not part else ()
+                if any(self._differing(layer, other) for layer in others):
+                    rest = (*rest, CacheEdit(self.step, others, other))
             needed = None
             if whole:
                 needed = not (rest and self._flips(*rest))
-            yield CachePartNeed(part.value, chosen, self.recipient, alone, needed, differing)
+            yield CachePartNeed(part.value, keeping, self.recipient, alone, needed, differing)
+
+    def _keeping(self, chosen: tuple[int, ...], part: CachePart) -> tuple[int, ...]:
+        return tuple(layer for layer in chosen if layer in self.keepers[part])
 
     def _others(self, layer: int) -> tuple[Edit, ...]:
         rest = tuple(other for other in self.differing if other != layer)
@@ -96,6 +108,6 @@ class _Direction:
         """Nothing edited is the unedited arm, which does not flip."""
         return bool(edits) and self.trials.screen(edits, self.recipient).gives_donor_token
 
-    def _differing(self, layer: int, part: CachePart = CachePart.BOTH) -> int:
+    def _differing(self, layer: int, part: CachePart = CachePart.WHOLE) -> int:
         edit = CacheEdit(self.step, (layer,), part)
         return self.trials.workbench.select((edit,), self.recipient).differing

@@ -45,7 +45,7 @@ class RollingCacheDigest:
         halves = torch.tensor(
             [[2 * layer, 2 * layer + 1] for layer in layers], dtype=torch.int64, device=device
         )
-        self._bases = (halves << _POSITION_BITS).unsqueeze(2)  # [layers, 2, 1]
+        self._bases = (halves << _POSITION_BITS).view(-1, 2, 1)  # [layers, 2, 1]
         self._windowed: dict[int, list[Tensor]] = {}
         self._one_row: _OneRow | None = None
         self._value: Tensor | None = None

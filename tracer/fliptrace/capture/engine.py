@@ -43,6 +43,37 @@ class CacheLayer:
     shares_with: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a layer's recurrent state, whole: it has no token axis, and every step replaces all of it.
+
+    Attributes:
+        layer: 0-based layer number.
+        name: which of the layer's tensors: ``conv`` for the convolution's last inputs, ``ssm`` for the state proper.
+        values: of the engine's own shape and dtype, on its device, not aliased.
+    """
+
+    layer: int
+    name: str
+    values: Tensor
+
+    @property
+    def key(self) -> str:
+        """The key of its record."""
+        return state_key(self.layer, self.name)
+
+
+def state_key(layer: int, name: str) -> str:
+    """Return the key under which a tensor of recurrent state is recorded."""
+    return f"state.{layer}.{name}"
+
+
+def state_section(keys: Sequence[tuple[int, str]]) -> dict[str, list[int]]:
+    """Return what a manifest's engine section says of recurrent state: its layers; nothing without any."""
+    layers = list(dict.fromkeys(layer for layer, _ in keys))
+    return {"state_layers": layers} if layers else {}
+
+
 class Observer(Protocol):
     """What an engine tells while it runs. Tensors are only lent: an observer copies what it wants to keep."""
 
@@ -123,6 +154,9 @@ class ConsumptionAudit(Protocol):
         Where needs_cached_rows said no, the new rows may come alone.
         """
 
+    def state_consumed(self, layer: int, name: str, values: Tensor) -> None:
+        """A layer with recurrent state goes on from this tensor of it; not called in the prefill."""
+
     def residual(self, values: Tensor) -> None:
         """The layer stack ended with this residual stream, all rows of the step: [T, hidden]."""
 
@@ -143,6 +177,11 @@ class Engine(Protocol):
     @property
     def cache_windows(self) -> Mapping[int, int | None]:
         """How many positions attention of each cache layer sees, the row's own included; None for full attention."""
+        ...
+
+    @property
+    def state_keys(self) -> tuple[tuple[int, str], ...]:
+        """(layer, name) of every tensor of recurrent state, in the order of read_state; empty without such layers."""
         ...
 
     @property
@@ -252,10 +291,21 @@ class Engine(Protocol):
         """Return copies of every layer's cache in canonical form."""
         ...
 
-    def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
-        """Replace the whole cache and say which step comes next.
+    def read_state(self) -> tuple[StateTensor, ...]:
+        """Return copies of the recurrent state after the last step; empty before the first."""
+        ...
+
+    def write_cache(
+        self, layers: Sequence[CacheLayer], step: int, states: Sequence[StateTensor] = ()
+    ) -> None:
+        """Replace the whole cache, recurrent state included, and say which step comes next.
+
+        Args:
+            layers: every layer that owns a cache, once each.
+            step: the next step, at least 1.
+            states: every tensor of ``state_keys``, once each.
 
         Raises:
-            InputError: a layer is missing, or its shape, dtype or positions do not fit.
+            InputError: a layer or state is missing, or its shape, dtype or positions do not fit.
         """
         ...

@@ -1,4 +1,4 @@
-"""Frames of what is not kept site by site: logits, and the digests of modules and operations."""
+"""Frames of what is not kept site by site: recurrent state, logits, and the digests of modules and operations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fliptrace.capture.engine import StateTensor
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
 
 TOP_LOGITS = 64
@@ -31,6 +32,24 @@ def logits_frames(step: int, values: Tensor, ids: Tensor, digest: Tensor) -> lis
         single_frame(step, Kind.LOGITS_TOP_IDS, ids),
         single_frame(step, Kind.LOGITS_DIGEST, digest),
     ]
+
+
+def state_frame(step: int, states: Sequence[StateTensor], digests: Tensor) -> Frame:
+    """Build the frame of the recurrent state after a step.
+
+    Args:
+        step: its number.
+        states: copies, on any device.
+        digests: int64 [states, 2], taken where the tensors lie.
+    """
+    layout = Layout(
+        tuple(
+            LayoutEntry(state.key, dtype_name(state.values.dtype), tuple(state.values.shape))
+            for state in states
+        )
+    )
+    payload = b"".join(tensor_bytes(state.values.cpu()) for state in states)
+    return Frame(step, Kind.STATE, layout, payload, digests.cpu())
 
 
 def single_frame(step: int, kind: Kind, tensor: Tensor) -> Frame:

@@ -19,8 +19,14 @@ from torch import Tensor
 
 from fliptrace.capture.cache_digest import RollingCacheDigest
 from fliptrace.capture.decoding import Choice
-from fliptrace.capture.engine import CacheLayer, Engine, RowSlots
-from fliptrace.capture.frames import OperationLayouts, operation_frames, single_frame, tensor_bytes
+from fliptrace.capture.engine import CacheLayer, Engine, RowSlots, StateTensor
+from fliptrace.capture.frames import (
+    OperationLayouts,
+    operation_frames,
+    single_frame,
+    state_frame,
+    tensor_bytes,
+)
 from fliptrace.capture.step_capture import (
     ArenaCapture,
     CaptureKeys,
@@ -28,7 +34,7 @@ from fliptrace.capture.step_capture import (
     StepCapture,
 )
 from fliptrace.errors import RecordingError
-from fliptrace.numerics import digest_hex
+from fliptrace.numerics import digest_hex, digest_tensor
 from fliptrace.store import TraceWriter
 from fliptrace.trace import Frame, Kind, StepRecord
 
@@ -205,6 +211,8 @@ class Recorder:
         if step != self._step:
             raise RecordingError(f"step {step} was completed, but step {self._step} was recorded")
         capture = self._running()
+        states = self._read_states()
+        state_digests = [digest_tensor(state.values) for state in states]
         content = self._due_content(logits.device)
         captured = capture.finish(logits, self._roll)
         full_digest = self._rolling.check(content, step) if content and self._rolling else ""
@@ -229,6 +237,8 @@ class Recorder:
 
         def assemble() -> tuple[StepRecord, list[Frame]]:
             frames = captured.frames(step, launches)
+            if states:
+                frames.append(state_frame(step, states, torch.stack(state_digests)))
             if self.options.redaction_key is not None:
                 frames = [self._redacted(frame) for frame in frames]
             if whole_logits is not None:
@@ -266,6 +276,21 @@ class Recorder:
             self._rolling = RollingCacheDigest(self._keys.cache_layers, device)
             self._rolling.watch_windows({layer.layer: layer.window for layer in content})
         return content
+
+    def _read_states(self) -> tuple[StateTensor, ...]:
+        """Return the recurrent state after the step, of which every tensor must be there.
+
+        Raises:
+            RecordingError: one is not.
+        """
+        states = self.engine.read_state()
+        found = [(state.layer, state.name) for state in states]
+        if found != list(self.engine.state_keys):
+            raise RecordingError(
+                f"step {self._step} left the recurrent states {found}, where {list(self.engine.state_keys)} were "
+                "expected: a layer did not run, so this execution cannot be recorded"
+            )
+        return states
 
     def _roll(self, row_digests: Tensor) -> Tensor:
         """Add the step's rows to the cache's digest, int64 [2]."""

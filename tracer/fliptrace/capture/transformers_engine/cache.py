@@ -1,8 +1,8 @@
 """transformers' dynamic caches, seen in canonical form: per layer [keys | values, token, kv_head, head_dim].
 
 Full and sliding-window layers are covered. A sliding layer keeps the last ``window - 1`` rows, so its canonical form
-starts at a later position. Layers with recurrent state (Mamba) can run, but have no canonical form yet: whoever asks
-for the whole cache of such a model is refused. Caches of other kinds (indexed, quantised) are refused by name.
+starts at a later position. Recurrent state (Mamba) lies in the same caches and has a form of its own, in ``state``.
+Caches of other kinds (indexed, quantised) are refused by name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer
+from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer, StateTensor
+from fliptrace.capture.transformers_engine.state import (
+    STATE_ALONE,
+    STATE_AND_KEYS,
+    StateShape,
+    state_name,
+    write_state,
+)
 from fliptrace.errors import InputError, UnsupportedModelError
 
-#: What keeps keys and values; what keeps recurrent state alone; what keeps nothing. The last two are new in
-#: transformers 5.
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
-_RECURRENT = tuple(filter(None, [getattr(cache_utils, "LinearAttentionLayer", None)]))
+#: What keeps keys and values; what keeps nothing, new in transformers 5.
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, *STATE_AND_KEYS)
 _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
@@ -54,6 +59,21 @@ class ObservableCache(DynamicCache):
             self.audit.cache_consumed(layer_idx, result[0][0], result[1][0])
         return result
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return what a layer's convolution goes on from; see transformers.Cache.get_conv_state."""
+        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return self._shown(layer_idx, state_name("conv", state_idx), found)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state that a layer goes on from; see transformers.Cache.get_recurrent_state."""
+        found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return self._shown(layer_idx, state_name("ssm", state_idx), found)
+
+    def _shown(self, layer: int, name: str, values: Tensor | None) -> Tensor | None:
+        if self.audit is not None and values is not None:
+            self.audit.state_consumed(layer, name, values[0])
+        return values
+
 
 def new_cache(model: nn.Module) -> ObservableCache:
     """Make an empty cache for a model.
@@ -63,42 +83,12 @@ def new_cache(model: nn.Module) -> ObservableCache:
     """
     cache = ObservableCache(config=model.config)
     for number, layer in enumerate(cache.layers):
-        if type(layer) not in (*_PLAIN, *_RECURRENT, *_EMPTY):
+        if type(layer) not in (*_PLAIN, *STATE_ALONE, *_EMPTY):
             raise UnsupportedModelError(
                 f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}; full and sliding-window "
-                "key/value caches can be traced, other state (indexed, mixed) cannot yet"
+                "key/value caches and recurrent state can be traced, other state (indexed) cannot yet"
             )
     return cache
-
-
-def recurrent_layers(cache: ObservableCache | None) -> tuple[int, ...]:
-    """Return the layers that keep recurrent state."""
-    layers = enumerate(cache.layers if cache is not None else ())
-    return tuple(number for number, layer in layers if type(layer) in _RECURRENT)
-
-
-def not_recorded(recurrent: Sequence[int]) -> list[str]:
-    """Say which layers' state is not recorded; nothing without such layers."""
-    return [f"layers {_listed(recurrent)} keep recurrent state, which is not recorded"] * bool(
-        recurrent
-    )
-
-
-def refuse_recurrent(model: nn.Module, recurrent: Sequence[int]) -> None:
-    """Refuse to give or take the whole cache of a model with recurrent state.
-
-    Raises:
-        UnsupportedModelError: it has some.
-    """
-    if recurrent:
-        raise UnsupportedModelError(
-            f"layers {_listed(recurrent)} of {type(model).__name__} keep recurrent state (Mamba), which cannot be "
-            "recorded or substituted yet; trace-check and trace-study repeat, replay and decide run this model"
-        )
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
 
 
 def read_cache(cache: ObservableCache, length: int) -> tuple[CacheLayer, ...]:
@@ -119,7 +109,11 @@ def read_cache(cache: ObservableCache, length: int) -> tuple[CacheLayer, ...]:
 
 
 def write_cache(
-    model: nn.Module, layers: Sequence[CacheLayer], rows: Mapping[int, CacheRow]
+    model: nn.Module,
+    layers: Sequence[CacheLayer],
+    rows: Mapping[int, CacheRow],
+    states: Sequence[StateTensor],
+    shapes: Mapping[tuple[int, str], StateShape],
 ) -> tuple[ObservableCache, int]:
     """Build a cache from canonical form.
 
@@ -127,6 +121,8 @@ def write_cache(
         model: whose cache it is.
         layers: every layer that owns a cache, once each.
         rows: what each layer's rows look like.
+        states: every tensor of recurrent state, once each; they were checked.
+        shapes: what each of them looks like.
 
     Returns:
         The cache, and how many tokens it has seen.
@@ -157,6 +153,7 @@ def write_cache(
         layer.keys, layer.values = heads[:1].clone(), heads[1:].clone()
         if window is not None:
             layer.cumulative_length = length
+    write_state(cache, states, shapes)
     return cache, length
 
 

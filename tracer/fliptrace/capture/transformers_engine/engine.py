@@ -9,25 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer, ShrinkInterceptor
+from fliptrace.capture.engine import (
+    CacheLayer,
+    ConsumptionAudit,
+    Observer,
+    ShrinkInterceptor,
+    StateTensor,
+    state_section,
+)
 from fliptrace.capture.environment import describe_environment
 from fliptrace.capture.reductions import choose_reduction, describe_reduction
 from fliptrace.capture.transformers_engine.cache import (
     CacheRow,
     ObservableCache,
     new_cache,
-    not_recorded,
     read_cache,
-    recurrent_layers,
-    refuse_recurrent,
     write_cache,
 )
 from fliptrace.capture.transformers_engine.loading import LoadedModel, forward_accepts
 from fliptrace.capture.transformers_engine.operations import OperationObserver, QuietObserver
+from fliptrace.capture.transformers_engine.order import OrderObserver
 from fliptrace.capture.transformers_engine.shrink_module import (
     Shrink,
     ShrinkRuntime,
     ShrinkThenRound,
+)
+from fliptrace.capture.transformers_engine.state import (
+    StateShape,
+    check_state,
+    read_state,
 )
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
@@ -71,7 +81,7 @@ class TransformersEngine:
         self._cache_layers: tuple[int, ...] = ()
         self._cache_rows: dict[int, CacheRow] = {}
         self._cache_windows: dict[int, int | None] = {}
-        self._recurrent: tuple[int, ...] = ()
+        self._state_shapes: dict[tuple[int, str], StateShape] = {}
         self._audit: ConsumptionAudit | None = None
         self._settle_order()
         self.set_reduction(reduction, seed)
@@ -90,6 +100,11 @@ class TransformersEngine:
     def cache_windows(self) -> Mapping[int, int | None]:
         """Windows of the layers that own a cache."""
         return self._cache_windows
+
+    @property
+    def state_keys(self) -> tuple[tuple[int, str], ...]:
+        """Layer and name of every tensor of recurrent state."""
+        return tuple(self._state_shapes)
 
     @property
     def step_number(self) -> int:
@@ -132,6 +147,7 @@ class TransformersEngine:
                 "sites": len(self._sites),
                 "fusion": "every projection is a site of its own (q, k, v, gate and up are not fused)",
                 "cache_layers": list(self.cache_layers),
+                **state_section(self.state_keys),
             },
             "environment": describe_environment(self.device),
         }
@@ -311,12 +327,17 @@ class TransformersEngine:
 
     def read_cache(self) -> tuple[CacheLayer, ...]:
         """Return copies of every layer's cache."""
-        refuse_recurrent(self.model, self._recurrent)
         return () if self._cache is None else read_cache(self._cache, self._position)
 
-    def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
-        """Replace the whole cache."""
-        refuse_recurrent(self.model, self._recurrent)
+    def read_state(self) -> tuple[StateTensor, ...]:
+        """Return copies of the recurrent state."""
+        return () if self._cache is None else read_state(self._cache)
+
+    def write_cache(
+        self, layers: Sequence[CacheLayer], step: int, states: Sequence[StateTensor] = ()
+    ) -> None:
+        """Replace the whole cache, recurrent state included."""
+        check_state(states, self._state_shapes)
         given = [content.layer for content in layers]
         missing, unknown = set(self.cache_layers) - set(given), set(given) - set(self.cache_layers)
         if missing or unknown or len(given) != len(set(given)):
@@ -327,7 +348,9 @@ class TransformersEngine:
             raise InputError(
                 f"a cache precedes a decode step, so step must be at least 1; got {step}"
             )
-        self._cache, self._position = write_cache(self.model, layers, self._cache_rows)
+        self._cache, self._position = write_cache(
+            self.model, layers, self._cache_rows, states, self._state_shapes
+        )
         self._cache.observer, self._cache.audit = self._observer, self._audit
         self.runtime.step = step
 
@@ -369,13 +392,17 @@ class TransformersEngine:
 
     def _settle_order(self) -> None:
         """Run one token to learn in which order the forward calls the sites and which layers own a cache."""
-        order = _OrderObserver()
+        order = OrderObserver()
         with self.observed(order):
             self.start((0,))
             self.step()
         content = self.read_cache()
-        self._recurrent = recurrent_layers(self._cache)
-        self._not_observed += not_recorded(self._recurrent)
+        self._state_shapes = {
+            (state.layer, state.name): StateShape(
+                tuple(state.values.shape), state.values.dtype, state.values.device
+            )
+            for state in self.read_state()
+        }
         self._cache_rows = {
             layer.layer: CacheRow(
                 tuple(layer.values.shape[2:]), layer.values.dtype, layer.values.device
@@ -399,32 +426,6 @@ class TransformersEngine:
             shrink.index = number
         self._sites = tuple(self._sites[index] for index in fired)
         self._cache_layers = tuple(dict.fromkeys(order.cache_layers))
-
-
-class _OrderObserver:
-    """Notes the order of calls."""
-
-    def __init__(self) -> None:
-        self.sites: list[int] = []
-        self.cache_layers: list[int] = []
-
-    def begin_step(self, step: int, first_position: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def shrink(self, site: int, operand: Tensor, output: Tensor, launch: str) -> None:
-        self.sites.append(site)
-
-    def projection(self, site: int, output: Tensor) -> None:
-        pass
-
-    def cache_rows(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.cache_layers.append(layer)
-
-    def operation(self, key: str, is_module: bool, inputs: Tensor, outputs: Tensor) -> None:
-        pass
-
-    def end_step(self, logits: Tensor) -> None:
-        pass
 
 
 def _projection_hook(observer: Observer, index: int) -> Callable[[nn.Module, Any, Any], None]:

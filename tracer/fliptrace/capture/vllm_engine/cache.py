@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fliptrace.capture.engine import CacheLayer
-from fliptrace.capture.vllm_engine.hosting import Host
 from fliptrace.capture.vllm_engine.layouts import (
     Layout,
     layout_of,
@@ -41,6 +40,8 @@ class PagedLayer:
         group: number of its KV group.
         layout: how its blocks are kept.
         window: how many positions attention sees, None for all.
+        block_positions: how many positions a block of the table has; the backend's own blocks may be parts of it, as
+            beside recurrent state, whose slots are as large as blocks.
     """
 
     number: int
@@ -49,6 +50,7 @@ class PagedLayer:
     group: int
     layout: Layout
     window: int | None
+    block_positions: int
 
     @property
     def cache(self) -> Tensor:
@@ -58,8 +60,16 @@ class PagedLayer:
 
     @property
     def block_size(self) -> int:
-        """Positions in a block."""
+        """Positions in one of the backend's blocks."""
         return int(self.cache.shape[2])
+
+    def own_blocks(self, table: Tensor) -> Tensor:
+        """Turn a block table into one of the backend's blocks; freed blocks, the null block 0, stay 0."""
+        parts = self.block_positions // self.block_size
+        if parts == 1:
+            return table
+        blocks = table.unsqueeze(1) * parts + torch.arange(parts, device=table.device)
+        return torch.where(table.unsqueeze(1) == 0, 0, blocks).reshape(-1)
 
     @property
     def row_shape(self) -> tuple[int, int]:
@@ -71,41 +81,25 @@ class PagedLayer:
         return 0 if self.window is None else max(0, length - (self.window - 1))
 
 
-def paged_layers(host: Host) -> tuple[tuple[PagedLayer, ...], tuple[int, ...]]:
-    """List the attention layers that own a cache, in the order of their numbers.
+def paged_layer(name: str, module: Any, group: int, content: Any) -> PagedLayer:
+    """Look an attention layer over.
 
-    Returns:
-        The layers, and the numbers of layers that read another layer's cache.
+    Args:
+        name: in vLLM.
+        module: the layer, whose cache is bound.
+        group: number of its KV group.
+        content: vLLM's KVCacheGroupSpec.
 
     Raises:
-        UnsupportedModelError: a layer keeps something other than keys and values, or in an unknown layout.
+        UnsupportedModelError: it keeps something other than keys and values, or in an unknown layout.
     """
-    layers, sharing = [], []
-    for group, content in enumerate(host.runner.kv_cache_config.kv_cache_groups):
-        for name in content.layer_names:
-            module = host.static_layers[name]
-            if getattr(module, "kv_sharing_target_layer_name", None) is not None:
-                sharing.append(_number_of(name))
-                continue
-            layers.append(_paged_layer(name, module, group))
-    layers.sort(key=lambda layer: layer.number)
-    numbers = [layer.number for layer in layers]
-    if len(set(numbers)) != len(numbers):
-        odd = next(number for number in numbers if numbers.count(number) > 1)
-        raise UnsupportedModelError(
-            f"layer {odd} keeps {numbers.count(odd)} caches; one per layer can be traced (cross-attention cannot yet)"
-        )
-    return tuple(layers), tuple(sorted(sharing))
-
-
-def _paged_layer(name: str, module: Any, group: int) -> PagedLayer:
     cache = getattr(module, "kv_cache", None)
     backend = getattr(module, "attn_backend", None)
     if not isinstance(cache, Tensor) or backend is None or cache.dim() != 4:
         kept = type(cache).__name__ if not isinstance(cache, Tensor) else f"{list(cache.shape)}"
         raise UnsupportedModelError(
             f"{name} ({type(module).__name__}) must keep keys and values as [blocks, heads, positions, 2 * dim]; it "
-            f"keeps {kept}. Recurrent state and latent attention cannot be traced yet"
+            f"keeps {kept}. Latent attention cannot be traced yet"
         )
     if module.head_size != module.head_size_v or cache.shape[3] != 2 * module.head_size:
         raise UnsupportedModelError(
@@ -120,16 +114,36 @@ def _paged_layer(name: str, module: Any, group: int) -> PagedLayer:
     isa = getattr(module, "isa", None) if backend.get_name() == "CPU_ATTN" else None
     window = getattr(module, "sliding_window", None)
     return PagedLayer(
-        _number_of(name),
+        number_of(name),
         name,
         module,
         group,
         layout_of(backend.get_name(), isa),
         int(window) if window else None,
+        _block_positions(content, cache, name),
     )
 
 
-def _number_of(name: str) -> int:
+def _block_positions(content: Any, cache: Tensor, name: str) -> int:
+    """Return how many positions a block of a group's table has.
+
+    Raises:
+        UnsupportedModelError: no whole number of the backend's own blocks.
+    """
+    size, own = int(content.kv_cache_spec.block_size), int(cache.shape[2])
+    if size % own:
+        raise UnsupportedModelError(
+            f"{name}: a block of {size} positions must hold whole blocks of the attention backend, which have {own}"
+        )
+    return size
+
+
+def number_of(name: str) -> int:
+    """Return the number of a layer with a cache.
+
+    Raises:
+        UnsupportedModelError: its name has none.
+    """
     match = _NUMBER.search(name)
     if match is None:
         raise UnsupportedModelError(
@@ -194,7 +208,7 @@ def read_cache(
     """Copy a request's cache into canonical form.
 
     Args:
-        layers: from paged_layers.
+        layers: which.
         block_ids: per group the request's blocks, from position 0 on; freed ones are the null block 0.
         length: how many tokens the request has cached.
     """
@@ -216,6 +230,7 @@ def read_rows(layer: PagedLayer, table: Tensor, first: int, last: int) -> Tensor
     Raises:
         RecordingError: a block that should hold them was freed.
     """
+    table = layer.own_blocks(table)
     needed = table[first // layer.block_size : -(-last // layer.block_size)]
     if last > first and bool((needed == 0).any()):
         raise RecordingError(
@@ -239,7 +254,7 @@ def write_cache(
         write_positions(
             layer.layout,
             layer.cache,
-            tables[layer.group],
+            layer.own_blocks(tables[layer.group]),
             rows.first_position,
             rows.values.to(layer.cache.device),
         )

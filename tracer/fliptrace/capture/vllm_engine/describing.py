@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 def describe_engine(engine: VllmEngine) -> dict[str, dict[str, Any]]:
     """Return the sections model, adapter, tokenizer, reduction, engine and environment."""
     described = {name: dict(section) for name, section in engine.loaded.description.items()}
-    layouts = sorted({layer.layout.value for layer in engine.paged})
     given = engine.loaded.arguments
     passed: dict[str, Any] = {"arguments": dict(given)} if given else {}
     hood = engine.loaded.neighbours
     company = "alone" if hood is None else f"in a batch of {len(hood.requests) + 1}"
     passed |= {} if hood is None else {"neighbours": hood.describe()}
-    backends = sorted({layer.module.attn_backend.get_name() for layer in engine.paged})
-    described["model"]["attention"] = ", ".join(backends)
+    described["model"]["attention"] = ", ".join(engine.kept.backends)
     return {
         **described,
         "reduction": describe_reduction(engine.runtime, engine.device),
@@ -30,8 +28,7 @@ def describe_engine(engine: VllmEngine) -> dict[str, dict[str, Any]]:
             "mode": f"eager, one request {company}, in process",
             "sites": len(engine.sites),
             "fusion": "vLLM fuses q, k and v, and gate and up: each slice of a fused projection is a site",
-            "cache_layers": list(engine.cache_layers),
-            "cache_layouts": layouts,
+            **engine.kept.describe(),
             "consumption": "shrinks are hashed where expand is entered, caches in paged memory before attention",
             "plugin": engine.plugin,
             "settings_read_in_worker": engine.settings,

@@ -15,10 +15,11 @@ from fliptrace.capture.engine import (
     Observer,
     ShrinkInterceptor,
     SlotObserver,
+    StateTensor,
 )
-from fliptrace.capture.vllm_engine import cache as paged_cache
+from fliptrace.capture.vllm_engine.adapted import adapted_layers, numbered, place_of
 from fliptrace.capture.vllm_engine.batch import BatchRows, check_batch, require_mapping
-from fliptrace.capture.vllm_engine.cache import paged_layers, prove_layouts
+from fliptrace.capture.vllm_engine.cache import prove_layouts
 from fliptrace.capture.vllm_engine.describing import describe_engine
 from fliptrace.capture.vllm_engine.hooks import (
     ObserverHooks,
@@ -27,6 +28,7 @@ from fliptrace.capture.vllm_engine.hooks import (
     stack_path,
 )
 from fliptrace.capture.vllm_engine.hosting import check_plugin, check_settings, find_host
+from fliptrace.capture.vllm_engine.kept import kept_layers
 from fliptrace.capture.vllm_engine.loading import LoadedLlm
 from fliptrace.capture.vllm_engine.operations import OperationWatch
 from fliptrace.capture.vllm_engine.reductions import choose_reduction
@@ -34,9 +36,7 @@ from fliptrace.capture.vllm_engine.shrinks import (
     AdaptedLayer,
     ShrinkPath,
     ShrinkRuntime,
-    adapted_layers,
     check_fired,
-    numbered,
 )
 from fliptrace.capture.vllm_engine.slot_filling import SlotFiller
 from fliptrace.capture.vllm_engine.stepping import Request, check_ids, check_prompt
@@ -81,9 +81,8 @@ class VllmEngine:
         self._request = Request(
             self.host, loaded.lora_request, self._limit + 1, loaded.neighbours, self._laid_out
         )
-        self.paged, self.sharing = paged_layers(self.host)
-        self._cache_layers = tuple(layer.number for layer in self.paged)
-        self._windows = {layer.number: layer.window for layer in self.paged}
+        self.kept = kept_layers(self.host)
+        self.paged = self.kept.paged
         self._pending: tuple[int, ...] | None = None
         self._ready = False
         self._filler: SlotFiller | None = None
@@ -127,10 +126,7 @@ class VllmEngine:
                 "whose towers are adapted, too, cannot be traced yet)"
             )
         (self._wrapper,) = wrappers.values()
-        if self.sharing:
-            self._not_observed.append(
-                f"layers {', '.join(map(str, self.sharing))} read another layer's cache and have none of their own"
-            )
+        self._not_observed += self.kept.not_observed
 
     def close(self) -> None:
         """End the request and take everything off the vLLM engine, which can go on as before."""
@@ -148,12 +144,17 @@ class VllmEngine:
     @property
     def cache_layers(self) -> tuple[int, ...]:
         """Layers that own a cache."""
-        return self._cache_layers
+        return self.kept.cache_layers
 
     @property
     def cache_windows(self) -> Mapping[int, int | None]:
         """Windows of the layers that own a cache."""
-        return self._windows
+        return {layer.number: layer.window for layer in self.paged}
+
+    @property
+    def state_keys(self) -> tuple[tuple[int, str], ...]:
+        """Layer and name of every tensor of recurrent state."""
+        return self.kept.state_keys
 
     @property
     def step_number(self) -> int:
@@ -195,16 +196,10 @@ class VllmEngine:
 
     def shrink_weight(self, site: int) -> Tensor:
         """Return a copy of A, [R, K], as the shrink at a site reads it."""
-        layer, part = self._place_of(site)
+        layer, part = place_of(self._layers, site)
         stacked: Any = layer.module.lora_a_stacked
         weight: Tensor = stacked[part][self.runtime.slot, 0, : self.runtime.rank]
         return weight.detach().clone()
-
-    def _place_of(self, site: int) -> tuple[AdaptedLayer, int]:
-        for layer in self._layers:
-            if layer.first <= site < layer.first + len(layer.slices):
-                return layer, layer.slices[site - layer.first].part
-        raise InputError(f"sites are numbered 0 to {len(self.sites) - 1}; got {site}")
 
     def text_of(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Decode with the model's tokenizer."""
@@ -362,9 +357,10 @@ class VllmEngine:
             self.host.runner.model,
             stack_path(self._layers),
             self.paged,
+            self.kept.states,
             self.runtime,
             audit,
-            self._request.position,
+            self._request,
         ):
             self.runtime.audit = audit
             try:
@@ -377,12 +373,19 @@ class VllmEngine:
         if not self._request.is_running or not self._ready:
             return ()
         with outside():
-            return paged_cache.read_cache(
-                self.paged, self._request.block_ids(), self._request.length
-            )
+            return self.kept.read(self._request.block_ids(), self._request.length)
 
-    def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
-        """Replace the whole cache.
+    def read_state(self) -> tuple[StateTensor, ...]:
+        """Return copies of the recurrent state."""
+        if not (self._ready and self._request.is_running and self._request.length):
+            return ()
+        with outside():
+            return self.kept.read_state(self._request.block_ids())
+
+    def write_cache(
+        self, layers: Sequence[CacheLayer], step: int, states: Sequence[StateTensor] = ()
+    ) -> None:
+        """Replace the whole cache, recurrent state included.
 
         vLLM allocates blocks only for tokens that it schedules. Where no request of the right length runs, one is made
         by a forward over as many placeholder tokens, which nobody sees; then its rows are overwritten.
@@ -391,7 +394,7 @@ class VllmEngine:
             raise InputError(
                 f"a cache precedes a decode step, so step must be at least 1; got {step}"
             )
-        length = paged_cache.check_content(self.paged, layers)
+        length = self.kept.check(layers, states)
         if not 0 < length <= self._limit:
             raise InputError(
                 f"a cache of 1 to {self._limit} tokens can be written; got one of {length}"
@@ -399,7 +402,7 @@ class VllmEngine:
         if not (self._ready and self._request.length == length):
             self._make_room(length)
         with outside():
-            paged_cache.write_cache(self.paged, self._request.block_ids(), layers)
+            self.kept.write(self._request.block_ids(), layers, states)
         if self.runtime.watch is not None:
             self.runtime.watch.forget_cache()
         self.runtime.step = step

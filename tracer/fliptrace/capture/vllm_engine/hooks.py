@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from fliptrace.capture.engine import ConsumptionAudit, Observer
 from fliptrace.capture.vllm_engine.cache import PagedLayer, read_rows
 from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, ShrinkRuntime
+from fliptrace.capture.vllm_engine.state import StateLayer, read_state
+from fliptrace.capture.vllm_engine.stepping import Request
 from fliptrace.errors import RecordingError, UnsupportedModelError
 from fliptrace.sites import Site
 
@@ -141,31 +143,36 @@ def consumption(
     model: nn.Module,
     stack_path: str,
     paged: Sequence[PagedLayer],
+    states: Sequence[StateLayer],
     runtime: ShrinkRuntime,
     audit: ConsumptionAudit,
-    position: Callable[[], tuple[int, dict[int, Tensor]]],
+    request: Request,
 ) -> Iterator[None]:
-    """Report to an audit what embedding, attention and the end of the layer stack get, while inside.
+    """Report to an audit what embedding, attention, mixers and the end of the layer stack get, while inside.
 
     Args:
         model: vLLM's model.
         stack_path: where its stack of layers lies.
         paged: its caches.
+        states: its layers with recurrent state.
         runtime: says which forwards count.
         audit: is told.
-        position: returns how many tokens were cached before the forward that runs, and the block table of each KV
-            group.
+        request: the one that runs.
     """
     stack: Any = model.get_submodule(stack_path)
     handles = [
         stack[-1].register_forward_hook(_residual(runtime, audit)),
         embedding_of(model).register_forward_pre_hook(_tokens(runtime, audit), with_kwargs=True),
     ]
+    handles += [
+        layer.module.register_forward_pre_hook(_state(layer, runtime, audit, request))
+        for layer in states
+    ]
     try:
         for layer in paged:
             implementation = layer.module.impl
             implementation.forward = _attention(
-                implementation.forward, layer, runtime, audit, position
+                implementation.forward, layer, runtime, audit, request.position
             )
         yield
     finally:
@@ -232,6 +239,21 @@ def _residual(runtime: ShrinkRuntime, audit: ConsumptionAudit) -> Any:
             else:
                 hidden = output[0] if isinstance(output, tuple) else output
             audit.residual(runtime.own(hidden))
+
+    return hook
+
+
+def _state(
+    layer: StateLayer, runtime: ShrinkRuntime, audit: ConsumptionAudit, request: Request
+) -> Any:
+    """Show the slot of a request before its mixer runs, which reads and overwrites it and nothing else."""
+
+    def hook(_module: nn.Module, _arguments: Any) -> None:
+        if not runtime.rows or not request.length:
+            return
+        with outside():
+            for state in read_state((layer,), request.block_ids()):
+                audit.state_consumed(layer.number, state.name, state.values)
 
     return hook
 

@@ -114,63 +114,6 @@ class ShrinkRuntime:
         return rows[first : first + self.rows]
 
 
-def adapted_layers(manager: Any, adapter_id: int) -> tuple[list[AdaptedLayer], list[str]]:
-    """List the LoRA layers that an adapter has weights for.
-
-    Args:
-        manager: vLLM's LoRAModelManager, after the adapter was loaded.
-        adapter_id: vLLM's number of it.
-
-    Returns:
-        The layers in the order of their definition, and sentences on adapted parts that have no shrink to record.
-
-    Raises:
-        UnsupportedModelError: nothing to record, or an adapted module that vLLM did not make a LoRA layer.
-    """
-    adapter = manager.get_adapter(adapter_id)
-    layers, unseen, number = [], [], 0
-    known = set()
-    for name, module in manager.modules.items():
-        weights = adapter.get_lora(name)
-        if weights is None:
-            continue
-        known.add(name)
-        stacked = getattr(module, "lora_a_stacked", None)
-        sizes = getattr(module, "output_slices", None)
-        if not isinstance(stacked, (tuple, list)) or sizes is None or stacked[0].dim() != 4:
-            unseen.append(
-                f"LoRA on {name} ({type(module).__name__}): it goes through no dense shrink, so nothing is recorded "
-                "of it"
-            )
-            continue
-        given = weights.lora_a if isinstance(weights.lora_a, list) else [weights.lora_a]
-        packed = manager.packed_modules.get(name, [])
-        slices, start = [], 0
-        for part, size in enumerate(sizes):
-            if given[part if len(given) > 1 else 0] is not None:
-                label = packed[part].rsplit(".", 1)[-1] if len(packed) == len(sizes) else str(part)
-                path = f"{name}[{label}]" if len(sizes) > 1 else name
-                slices.append(Slice(Site.from_path(path), part, slice(start, start + size)))
-            start += size
-        layers.append(AdaptedLayer(name, module, tuple(slices), number))
-        number += len(slices)
-    if not layers:
-        raise UnsupportedModelError(
-            f"the adapter has weights for no dense LoRA layer of this engine (vLLM has {len(manager.modules)} LoRA "
-            "layers): there is no shrink to trace"
-        )
-    return layers, unseen
-
-
-def numbered(layers: Sequence[AdaptedLayer]) -> list[AdaptedLayer]:
-    """Number the sites of layers, which are given in the order in which the forward runs them."""
-    first, result = 0, []
-    for layer in layers:
-        result.append(AdaptedLayer(layer.name, layer.module, layer.slices, first))
-        first += len(layer.slices)
-    return result
-
-
 def check_fired(runtime: ShrinkRuntime, sites: Sequence[Site]) -> None:
     """Refuse a forward in which a shrink did not run exactly once, in order.
 

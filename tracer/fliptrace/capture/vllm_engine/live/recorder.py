@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fliptrace.capture.vllm_engine.adapted import adapted_layers
 from fliptrace.capture.vllm_engine.hosting import Host
 from fliptrace.capture.vllm_engine.live.comparison import LiveComparison
 from fliptrace.capture.vllm_engine.live.executions import Execution, RecordedLayer, Recording
@@ -22,7 +23,7 @@ from fliptrace.capture.vllm_engine.live.layout import low_halves, row_numbers
 from fliptrace.capture.vllm_engine.live.reproducer import export_root
 from fliptrace.capture.vllm_engine.live.ring import Ring
 from fliptrace.capture.vllm_engine.live.writing import ShrinkWriter
-from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, adapted_layers, weights_key
+from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, weights_key
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
 from fliptrace.numerics import digest_rows
 

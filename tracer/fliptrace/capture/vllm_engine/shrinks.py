@@ -360,22 +360,32 @@ class _Notes:
 
 
 def own_launch(rows: Tensor, stacked: Sequence[Tensor], total: int | None = None) -> dict[str, Any]:
-    """Say what vLLM's own shrink runs for an operand [T, K] and its stacked weights [max_loras, 1, R, K].
+    """Say what vLLM's own shrink, or the plugin in its place, runs for an operand.
 
     Args:
-        rows: the operand, or its rows of one request.
-        stacked: per slice.
+        rows: the operand [T, K], or its rows of one request.
+        stacked: per slice its weights [max_loras, 1, R, K].
         total: rows of the whole operand, where ``rows`` are some of them.
     """
     if rows.device.type != "cuda":
         return {"kernel": "vllm sgmv_shrink", "implementation": "torch einsum"}
     from vllm.lora.ops.triton_ops.utils import get_lora_op_configs
 
+    from fliptrace_kernels.vllm_plugin.installation import installed
+    from fliptrace_kernels.vllm_plugin.shrink_operator import Operator
+
     max_loras, _, rank, size = stacked[0].shape
+    count = rows.shape[0] if total is None else total
+    plugin = installed(Operator())
+    if plugin is not None:
+        shapes = [(int(weight.shape[-2]), int(weight.shape[-1])) for weight in stacked]
+        return launch_configuration(
+            (count, size), shapes, rows.dtype, rows.device, plugin.settings.reduction
+        )
     configuration = get_lora_op_configs(
         "shrink",
         max_loras=max_loras,
-        batch=rows.shape[0] if total is None else total,
+        batch=count,
         hidden_size=size,
         rank=rank,
         num_slices=len(stacked),

@@ -20,7 +20,6 @@ from torch import Tensor
 from fliptrace.capture.vllm_engine.live.layout import LayerShape, RecordLayout, shape_of
 from fliptrace.capture.vllm_engine.live.ring import Ring
 from fliptrace.capture.vllm_engine.shrinks import own_launch, weights_key
-from fliptrace_kernels import launch_configuration
 
 #: Larger forwards are not captured by vLLM, and are recorded layer by layer.
 _MOST_ROWS_AT_ONCE = 512
@@ -193,14 +192,4 @@ class ShrinkWriter:
 def _launch_of(x: Tensor, stacked: Sequence[Tensor]) -> str:
     """Describe a launch by all that its sums depend on."""
     found = own_launch(x, stacked)
-    if x.device.type == "cuda":
-        from fliptrace_kernels.vllm_plugin.installation import installed
-        from fliptrace_kernels.vllm_plugin.shrink_operator import Operator
-
-        plugin = installed(Operator())
-        if plugin is not None:
-            shapes = [(int(weight.shape[-2]), int(weight.shape[-1])) for weight in stacked]
-            found = launch_configuration(
-                tuple(x.shape), shapes, x.dtype, x.device, plugin.settings.reduction
-            )
     return " ".join(f"{name}={value}" for name, value in found.items())

@@ -114,8 +114,8 @@ class CoverageLedger:
         one = self._launches == 1
         return (
             f"{self._launches:,} shrink{' was' if one else 's were'} launched differently in the candidate (another "
-            f"grid, type or operand stride), {'in' if one else 'first'} {self._first_launch}; what differs there is a "
-            "configuration-variant, no root."
+            f"grid, type, operand stride or batch), {'in' if one else 'first'} {self._first_launch}; what differs "
+            "there is a configuration-variant, no root."
         )
 
     def _kinds_not_recorded(self, stated: Iterable[str]) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """What lies inside a vLLM ``LLM``, found by what is there and not by version, and what must hold to trace it.
 
-A recording is one request alone, eager, one forward after another. Whatever would reorder, share, batch or hide the
-work is refused here with its reason; what was found, as read from the worker's own configuration, goes into the
+A recording is of one request, eager, one forward after another. Whatever would reorder, share, split or hide the work
+is refused here with its reason; what was found, as read from the worker's own configuration, goes into the
 manifest. Nothing here changes an engine.
 """
 

@@ -49,6 +49,7 @@ from fliptrace.capture.vllm_engine import (
 )
 from fliptrace.manifest import Manifest
 from fliptrace.store import TraceWriter
+from fliptrace.studies.engine_process_vllm import show_plugin
 from fliptrace.trace import Closing
 
 QUESTION = (
@@ -399,6 +400,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to it")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    show_plugin()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, folder)
         try:

@@ -1,8 +1,8 @@
-"""Measure what recording costs in vLLM, eager: one engine, everything interleaved in one run.
+r"""Measure what recording costs in vLLM, eager: one engine, everything interleaved in one run.
 
     python examples/measure/vllm_cost.py MODEL ADAPTER --tokens 128 --rounds 5 --out cost.jsonl
     python examples/measure/vllm_cost.py MODEL ADAPTER --batch 16 --arms alone recorded --out cost.jsonl
-    FLIPTRACE_SHRINK=deterministic:8 python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --equal 100 \\
+    FLIPTRACE_SHRINK=deterministic:8 python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --equal 100 \
         --out cost.jsonl
     python examples/measure/vllm_cost.py MODEL ADAPTER --rounds 0 --profile --out cost.jsonl
 

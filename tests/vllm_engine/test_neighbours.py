@@ -190,6 +190,19 @@ def test_every_request_has_the_tokens_that_it_has_untraced(
     assert len(set(beside)) == 3
 
 
+def test_an_edit_reaches_the_traced_rows_alone(batch, prompt):
+    """All shrinks of the traced request doubled: its logits change, its neighbours choose the same tokens."""
+    found = {}
+    for factor in (1.0, 2.0):
+        batch.start(prompt.ids)
+        with batch.intercepted(lambda site, operand, z, factor=factor: z * factor):
+            rows = [batch.step(token) for token in (None, 7, 8, 9)]
+        found[factor] = rows, batch.neighbour_token_ids()
+    assert found[1.0][1] == found[2.0][1]
+    assert all(len(tokens) == 3 for tokens in found[1.0][1])
+    assert not torch.equal(bits(found[1.0][0][3]), bits(found[2.0][0][3]))
+
+
 @pytest.fixture(scope="module")
 def plain(loaded, prompt, record, tmp_path_factory):
     """A trace under vLLM's own shrink, with neighbours, of six steps."""

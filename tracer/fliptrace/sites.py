@@ -38,8 +38,8 @@ class Site:
     def from_path(cls, path: str, *, slice: str | None = None, parallel_rank: int = 0) -> Site:  # noqa: A002
         """Build a site from a module path such as ``model.layers.2.mlp.up_proj``.
 
-        A fused projection names its slice at the end, ``...mlp.gate_up_proj[up_proj]``, and a rank other than 0 of a
-        parallel group itself after that, ``...@rank1``; both are read from the path.
+        A fused projection names its slice at the end, ``...mlp.gate_up_proj[up_proj]``, and a rank of a parallel group
+        itself after that, ``...@rank1``; both are read from the path.
         """
         module = path
         if on_rank := _RANK.match(module):
@@ -54,7 +54,8 @@ class Site:
     def part(self) -> str:
         """The module with its slice and rank, without the layer: ``self_attn.qkv_proj[k_proj]``."""
         where = f"{self.module}[{self.slice}]" if self.slice else self.module
-        return f"{where} (rank {self.parallel_rank})" if self.parallel_rank else where
+        named = self.parallel_rank or _RANK.match(self.path)
+        return f"{where} (rank {self.parallel_rank})" if named else where
 
     @property
     def name(self) -> str:

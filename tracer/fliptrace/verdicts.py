@@ -293,6 +293,40 @@ class ShrinkStatistics:
     surviving: int
 
 
+@dataclass(frozen=True, slots=True)
+class RankAgreement:
+    """Whether the ranks of one execution computed the same where they must: column-parallel shrinks of equal operands.
+
+    Attributes:
+        ranks: how many there are.
+        compared_rows: shrink rows with bit-equal operands on two ranks; disagreeing_rows: of these, how many differ in
+            FP32; disagreeing_elements: how many coordinates of those.
+        steps: in which steps.
+        first: the first of them, at the rank that differs from rank 0.
+    """
+
+    ranks: int
+    compared_rows: int
+    disagreeing_rows: int
+    disagreeing_elements: int
+    steps: tuple[int, ...]
+    first: Coordinate | None
+
+    @property
+    def sentence(self) -> str:
+        """What people read."""
+        if self.first is None:
+            return (
+                f"{self.ranks} ranks agree: {self.compared_rows:,} rows of column-parallel shrinks with equal operands "
+                "are bit-equal"
+            )
+        return (
+            f"ranks disagree within this one execution: {self.disagreeing_rows:,} of {self.compared_rows:,} rows of "
+            f"column-parallel shrinks differ from rank 0's with equal operands, in {len(self.steps):,} "
+            f"step{'s' if len(self.steps) != 1 else ''}, first at {self.first.name}"
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PairDiff:
     """Everything that the comparison of two traces found.
@@ -321,6 +355,7 @@ class PairDiff:
         first_surviving_variant: the first configuration-variant row with a surviving coordinate.
         propagation_chart: the propagation graph pruned and laid out, None where nothing can be followed.
         module_grids: as grids, rows ("module", Site) with classes only; empty where modules were not recorded.
+        rank_agreement: of reference and candidate, over the compared steps; None for an execution on one rank.
     """
 
     outcome: Outcome
@@ -346,6 +381,7 @@ class PairDiff:
     first_surviving_variant: RowDifference | None = None
     propagation_chart: PropagationChart | None = field(default=None, repr=False)
     module_grids: dict[str, Grid] = field(default_factory=dict, repr=False)
+    rank_agreement: tuple[RankAgreement | None, RankAgreement | None] = (None, None)
 
     def __repr__(self) -> str:
         """Say the verdict in one line; the fields hold thousands of values."""

@@ -25,6 +25,7 @@ from fliptrace.analysis.evidence import ROOT, VARIANT, StepEvidence, StepReader
 from fliptrace.analysis.foreign import ForeignSearch
 from fliptrace.analysis.grids import GridBuilder
 from fliptrace.analysis.propagation_chart import propagation_chart
+from fliptrace.analysis.rank_agreement import rank_agreement
 from fliptrace.analysis.summary import summarise
 from fliptrace.analysis.tokens import StepLogits, compare_step, describe_flip, logits_differ
 from fliptrace.errors import InputError
@@ -365,6 +366,10 @@ class PairWalk:
             first_surviving_variant=self._first.get("surviving_variant"),
             propagation_chart=propagation_chart(
                 self.evidence, self._start(), self._roots, self._flip
+            ),
+            rank_agreement=(
+                rank_agreement(reference, span.steps),
+                rank_agreement(candidate, span.steps),
             ),
         )
 

@@ -9,7 +9,7 @@ equal those of fliptrace.numerics.digest_rows, which is the specification (a tes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,6 +43,17 @@ class Slot:
     def words(self) -> int:
         """Whole 64-bit words that the row takes."""
         return -(-self.size_bytes // _WORD_BYTES)
+
+
+@dataclass
+class ArenaSlots:
+    """What a decode step will report, learned from the prefill."""
+
+    shrinks: dict[int, Slot] = field(default_factory=dict)
+    operands: dict[int, Slot] = field(default_factory=dict)
+    projections: dict[int, Slot] = field(default_factory=dict)
+    caches: dict[int, Slot] = field(default_factory=dict)
+    logits: Slot | None = None
 
 
 class Arena:

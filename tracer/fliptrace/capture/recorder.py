@@ -9,6 +9,7 @@ never looks like an equal one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -214,7 +215,8 @@ class Recorder:
         states = self._read_states()
         state_digests = [digest_tensor(state.values) for state in states]
         content = self._due_content(logits.device)
-        captured = capture.finish(logits, self._roll)
+        # A capture may roll while a later step runs.
+        captured = capture.finish(logits, functools.partial(self._roll, self._first_position))
         full_digest = self._rolling.check(content, step) if content and self._rolling else ""
         whole = self.options.full_logits or _near_tie(choice, logits.dtype)
         whole_logits = (
@@ -251,7 +253,8 @@ class Recorder:
 
         self.writer.write_step(None, assemble)
         if self._arena is None and isinstance(capture, RowsCapture):
-            self._arena = ArenaCapture(
+            make = getattr(self.engine, "decode_capture", None)
+            self._arena = (make or ArenaCapture)(
                 self._keys,
                 capture.slots,
                 logits.device,
@@ -292,11 +295,11 @@ class Recorder:
             )
         return states
 
-    def _roll(self, row_digests: Tensor) -> Tensor:
+    def _roll(self, first_position: int, row_digests: Tensor) -> Tensor:
         """Add the step's rows to the cache's digest, int64 [2]."""
         if self._rolling is None:
             raise RecordingError("the engine reported cache rows outside a step")
-        self._rolling.add(row_digests, self._first_position)
+        self._rolling.add(row_digests, first_position)
         return self._rolling.value
 
     def _running(self) -> StepCapture:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fliptrace.capture.arena import Arena, Slot
+from fliptrace.capture.arena import Arena, ArenaSlots, Slot
 from fliptrace.capture.cache_digest import cache_row_digests
 from fliptrace.capture.engine import RowSlots
 from fliptrace.capture.finishing import (
@@ -25,10 +25,7 @@ from fliptrace.capture.finishing import (
     no_cache_digest,
 )
 from fliptrace.capture.frames import TOP_LOGITS, logits_frames, tensor_bytes, top_logits
-from fliptrace.numerics.digest import (
-    digest_rows,
-    digest_tensor,
-)
+from fliptrace.numerics.digest import digest_rows, digest_tensor
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
 
 
@@ -170,17 +167,6 @@ class RowsCapture:
         return CapturedStep(row_digests, cache_digest.cpu, frames)
 
 
-@dataclass
-class ArenaSlots:
-    """What a decode step will report, learned from the prefill."""
-
-    shrinks: dict[int, Slot] = field(default_factory=dict)
-    operands: dict[int, Slot] = field(default_factory=dict)
-    projections: dict[int, Slot] = field(default_factory=dict)
-    caches: dict[int, Slot] = field(default_factory=dict)
-    logits: Slot | None = None
-
-
 class ArenaCapture:
     """Keeps decode steps, one after another, in buffers of fixed size.
 
@@ -293,20 +279,7 @@ class ArenaCapture:
 
     def finish(self, logits: Tensor, roll: Roll = no_cache_digest) -> CapturedStep:
         """See StepCapture. Nothing here waits for the device."""
-        self._last = None
-        first = self._first
-        self.arena.slots[first["logits"]].copy_(logits)
-        self._finishing.run()
-        # Digests stay in the arena until the next step's replace them; whoever keeps them longer copies.
-        cache_rows = self._device_parts.digests[first["cache"] : first["operand"]].view(-1, 2, 1, 2)
-        self._device_parts.cache.copy_(roll(cache_rows))
-        host = self._host[self._turn % len(self._host)]
-        self._turn += 1
-        host.whole.copy_(self._outgoing, non_blocking=True)
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+        host, event, cache_rows = self._send(logits, roll)
         sources = tuple(self._sources)
 
         def frames(step: int, launches: Sequence[str]) -> list[Frame]:
@@ -315,6 +288,36 @@ class ArenaCapture:
             return self._frames(step, tuple(launches), host, sources)
 
         return CapturedStep(cache_rows, lambda: host.parts.cache, frames)
+
+    def transfer(self, logits: Tensor) -> HostBuffers:
+        """End the step like ``finish``, wait for the copies and return what arrived; the next step overwrites it."""
+        host, event, _ = self._send(logits, no_cache_digest)
+        if event is not None:
+            event.synchronize()
+        return host
+
+    def _send(
+        self, logits: Tensor, roll: Roll
+    ) -> tuple[HostBuffers, torch.cuda.Event | None, Tensor]:
+        """Digest the slots and start the copies to the host; the digests of cache rows are on the device."""
+        self._last = None
+        first = self._first
+        self.arena.slots[first["logits"]].copy_(logits)
+        self._finishing.run()
+        # Digests stay in the arena until the next step's replace them; whoever keeps them longer copies.
+        cache_rows = self._device_parts.digests[first["cache"] : first["operand"]].view(-1, 2, 1, 2)
+        self._device_parts.cache.copy_(roll(cache_rows))
+        host = self._next_host()
+        host.whole.copy_(self._outgoing, non_blocking=True)
+        event = torch.cuda.Event() if self.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        return host, event, cache_rows
+
+    def _next_host(self) -> HostBuffers:
+        host = self._host[self._turn % len(self._host)]
+        self._turn += 1
+        return host
 
     def _digest(self) -> None:
         """Digest every slot and find the largest logits; all of it lies at fixed addresses."""

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
     from fliptrace.capture.transformers_engine import TransformersEngine
     from fliptrace.capture.vllm_engine import VllmEngine
+    from fliptrace.capture.vllm_engine.tensor_parallel import TensorParallelEngine
     from fliptrace.pair.neighbours import NeighbourLike
 
-    LoadedEngine = TransformersEngine | VllmEngine
+    LoadedEngine = TransformersEngine | VllmEngine | TensorParallelEngine
 
 ENGINES = ("auto", "transformers", "vllm")
 #: The reduction of the vllm engine that leaves every shrink to vLLM's own kernel.
@@ -46,7 +47,8 @@ def load_engine(
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``.
         attention: ``sdpa`` or ``eager``; with vllm the name of its backend, such as ``TRITON_ATTN``, where ``sdpa``
             leaves the choice to vLLM.
-        vllm_arguments: with vllm only: further arguments of ``vllm.LLM``.
+        vllm_arguments: with vllm only: further arguments of ``vllm.LLM``. With ``tensor_parallel_size`` above 1 every
+            rank runs in a process of its own, and the engine's sites are those of all ranks.
         neighbours: with vllm only: requests that run in one batch with the traced one, each a text, token ids or a
             Neighbour; None among them is the place of the traced request in the queue, which is first without it.
 
@@ -137,7 +139,7 @@ def _load_vllm(
     attention: str,
     arguments: dict[str, Any],
     neighbours: Sequence[NeighbourLike],
-) -> VllmEngine:
+) -> VllmEngine | TensorParallelEngine:
     from fliptrace.capture.vllm_engine import VllmEngine, load_llm, load_tokenizer
 
     if attention == "eager":
@@ -147,6 +149,21 @@ def _load_vllm(
         )
     if attention not in _NO_BACKEND:
         arguments.setdefault("attention_backend", attention)
+    from fliptrace.capture.vllm_engine.tensor_parallel import (
+        TensorParallelEngine,
+        load_ranks,
+        wanted_ranks,
+    )
+
+    if wanted_ranks(arguments) > 1:
+        if neighbours:
+            raise InputError(
+                "with several ranks one request alone can be traced; leave neighbours out, or use "
+                "tensor_parallel_size=1"
+            )
+        return TensorParallelEngine(
+            load_ranks(model, adapter, device=device, dtype=dtype, arguments=arguments)
+        )
     return VllmEngine(
         load_llm(
             model,

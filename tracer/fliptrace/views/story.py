@@ -343,6 +343,11 @@ def _coverage(
     compared = compared_sentence(search)
     if compared:
         sentences.append(compared)
+    sentences += [
+        f"{name}: {stopped(agreement.sentence)}"
+        for name, agreement in zip(("Reference", "Candidate"), diff.rank_agreement, strict=True)
+        if agreement is not None
+    ]
     sentences += [f"Not observed: {stopped(sentence)}" for sentence in coverage.not_observed]
     sentences += [f"Gap: {stopped(sentence)}" for sentence in coverage.missing[:GAPS_TOLD]]
     if len(coverage.missing) > GAPS_TOLD:

@@ -67,7 +67,7 @@ class VllmEngine:
             UnsupportedModelError: settings, adapter or cache that cannot be recorded faithfully.
         """
         self.loaded = loaded
-        self.host = find_host(loaded.llm)
+        self.host = find_host(loaded.llm, ranks=loaded.ranks)
         self.settings = check_settings(self.host)
         self.plugin = check_plugin()
         config = self.host.config.model_config

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fliptrace.capture.engine import ConsumptionAudit, Observer
 from fliptrace.capture.vllm_engine.cache import PagedLayer, read_rows
+from fliptrace.capture.vllm_engine.parallel_layers import OutputHook
 from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, ShrinkRuntime
 from fliptrace.capture.vllm_engine.state import StateLayer, read_state
 from fliptrace.capture.vllm_engine.stepping import Request
@@ -78,8 +79,8 @@ class ObserverHooks:
 
     def _hook(self) -> list[Any]:
         runtime, observer = self._runtime, self._observer
-        handles = [
-            layer.module.register_forward_hook(_projections(layer, runtime, observer))
+        handles: list[Any] = [
+            OutputHook(layer.module, _projections(layer, runtime, observer))
             for layer in self._layers
         ]
         handles += [

@@ -67,8 +67,12 @@ class Host:
         return layers
 
 
-def find_host(llm: Any) -> Host:
+def find_host(llm: Any, *, ranks: int = 1) -> Host:
     """Look inside an ``LLM``.
+
+    Args:
+        llm: to look inside.
+        ranks: of the parallel group whose one rank runs in this process.
 
     Raises:
         InputError: no vLLM engine, or one in another process.
@@ -87,11 +91,18 @@ def find_host(llm: Any) -> Host:
             f"({type(client).__name__}). Set VLLM_ENABLE_V1_MULTIPROCESSING=0 before the LLM is made"
         )
     parallel: Any = core.vllm_config.parallel_config
-    if parallel.world_size != 1 or getattr(parallel, "data_parallel_size", 1) != 1:
+    wanted = (ranks, ranks, 1)
+    sizes = (
+        parallel.world_size,
+        parallel.tensor_parallel_size,
+        getattr(parallel, "data_parallel_size", 1),
+    )
+    if sizes != wanted:
         raise UnsupportedModelError(
-            f"one worker in this process can be traced; this engine has {parallel.world_size} (tensor parallel "
-            f"{parallel.tensor_parallel_size}, pipeline parallel {parallel.pipeline_parallel_size}, data parallel "
-            f"{getattr(parallel, 'data_parallel_size', 1)}). Use tensor_parallel_size=1"
+            f"an engine with one worker, in this process, can be traced; this one has {parallel.world_size} (tensor "
+            f"parallel {parallel.tensor_parallel_size}, pipeline parallel {parallel.pipeline_parallel_size}, data "
+            f"parallel {getattr(parallel, 'data_parallel_size', 1)}). Let fliptrace start the ranks: "
+            "load_engine(..., engine='vllm', vllm_arguments={'tensor_parallel_size': 2})"
         )
     wrapper = getattr(core.model_executor, "driver_worker", None)
     worker: Any = getattr(wrapper, "worker", wrapper)

@@ -54,6 +54,7 @@ class LoadedLlm:
         end_ids: tokens that end a generation.
         arguments: what was passed through to vllm.LLM and can be written as JSON.
         neighbours: who runs in one batch with the traced request; None for nobody.
+        ranks: of the tensor-parallel group of which this process holds one.
     """
 
     llm: Any
@@ -64,6 +65,7 @@ class LoadedLlm:
     end_ids: frozenset[int] = field(default_factory=frozenset)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     neighbours: Neighbourhood | None = None
+    ranks: int = 1
 
 
 def load_llm(
@@ -74,6 +76,7 @@ def load_llm(
     dtype: str = "auto",
     arguments: Mapping[str, Any] | None = None,
     neighbours: Sequence[Neighbour | None] = (),
+    ranks: int = 1,
 ) -> LoadedLlm:
     """Make an LLM that can be traced.
 
@@ -85,6 +88,7 @@ def load_llm(
         arguments: further arguments of ``vllm.LLM``, passed through.
         neighbours: who is to run in one batch with the traced request; see neighbours.gather. The LLM gets room for
             them.
+        ranks: of a tensor-parallel group, one of which this process was started for, as torchrun does.
 
     Raises:
         InputError: not found, unreadable, vLLM is not installed, or an argument contradicts what a recording needs.
@@ -122,6 +126,9 @@ def load_llm(
         if hood is not None:
             settings |= _room_for(hood, rank, settings)
         settings |= given
+        if ranks > 1:
+            settings["tensor_parallel_size"] = ranks
+            settings["distributed_executor_backend"] = "external_launcher"
         try:
             llm = LLM(
                 model=str(Path(model).expanduser()) if Path(model).exists() else model, **settings
@@ -130,7 +137,9 @@ def load_llm(
             raise InputError(f"vLLM could not load model {model!r}: {_reason(error)}") from error
     end_with_process(llm)
     described = describe_llm(llm, request, model, adapter)
-    return dataclasses.replace(described, arguments=_as_json(arguments or {}), neighbours=hood)
+    return dataclasses.replace(
+        described, arguments=_as_json(arguments or {}), neighbours=hood, ranks=ranks
+    )
 
 
 def _room_for(hood: Neighbourhood, rank: int, settings: Mapping[str, Any]) -> dict[str, Any]:

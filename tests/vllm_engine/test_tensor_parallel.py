@@ -1,0 +1,372 @@
+"""Two ranks of the bundled model on the CPU: seen as one engine, compared, edited, and ended when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fliptrace as ft
+from fliptrace.capture.interception import checked_replacement
+from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
+from fliptrace.numerics import integer_view
+from fliptrace.sites import Site
+from fliptrace.store import TraceReader
+from fliptrace.views.story import tell_story
+from fliptrace_interventions import ShrinkEdit, Workbench
+
+ARGUMENTS = {"tensor_parallel_size": 2}
+
+
+def is_running(process_id):
+    """A process that is there and no zombie."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def ranks(bundled):
+    """The engine of two ranks; the last test ends it."""
+    engine = ft.load_engine(
+        str(bundled.model), str(bundled.adapter), engine="vllm", vllm_arguments=ARGUMENTS
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(ranks):
+    """The same, unsplit."""
+    ranks.set_reduction("unsplit")
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def ids(ranks, bundled):
+    """A prompt."""
+    return ft.encode_prompt(ranks.tokenizer, bundled.prompts[0].text).ids
+
+
+def same(one, other):
+    return torch.equal(integer_view(one.contiguous()), integer_view(other.contiguous()))
+
+
+def test_sites_are_those_of_all_ranks(engine, shared_engine):
+    """Rank after rank at every place of the engine of one process; names say the rank."""
+    expected = [f"{site.path}@rank{rank}" for site in shared_engine.sites for rank in (0, 1)]
+    assert [site.path for site in engine.sites] == expected
+    assert [site.parallel_rank for site in engine.sites[:4]] == [0, 1, 0, 1]
+    assert engine.sites[0].name == "layer 0 self_attn.qkv_proj[q_proj] (rank 0)"
+    assert Site.from_path("model.layers.0.mlp.down_proj").name == "layer 0 mlp.down_proj"
+    stated = engine.describe()["engine"]["tensor_parallel"]
+    assert stated["ranks"] == 2
+    assert all(path.endswith(("o_proj", "down_proj")) for path in stated["row_parallel_sites"])
+    assert len(stated["row_parallel_sites"]) == 2 * len(engine.cache_layers)
+
+
+def test_weights_are_whole_or_slices_of_k(engine, shared_engine):
+    """Column-parallel ranks have all of A, row-parallel ranks their slices of K."""
+    for number, site in enumerate(shared_engine.sites[:7]):
+        whole = shared_engine.shrink_weight(number)
+        parts = [engine.shrink_weight(2 * number + rank) for rank in (0, 1)]
+        if site.module.endswith(("o_proj", "down_proj")):
+            assert same(torch.cat(parts, dim=1), whole)
+        else:
+            assert same(parts[0], whole)
+            assert same(parts[1], whole)
+
+
+def test_a_run_repeats_and_its_cache_is_restored(engine, shared_engine, ids, generate):
+    """Logits bit by bit; the cache has the heads of both ranks, is written back and gives the same steps."""
+    tokens, rows = generate(engine, ids, 6)
+    again, other = generate(engine, ids, 6)
+    assert tokens == again
+    assert all(same(one, two) for one, two in zip(rows, other, strict=True))
+    engine.start(ids)
+    for token in (None, *tokens[:3]):
+        engine.step(token)
+    content = engine.read_cache()
+    shared_engine.start(ids)
+    shared_engine.step()
+    alone = shared_engine.read_cache()
+    shared_engine._request.end()
+    assert [layer.values.shape[2:] for layer in content] == [
+        layer.values.shape[2:] for layer in alone
+    ]
+    # The first layer's keys and values are columns of one product: cut in two, they keep their bits.
+    assert same(content[0].values[:, : len(ids)], alone[0].values)
+    engine.start((5, 6, 7))
+    engine.step()
+    engine.write_cache(content, 4)
+    assert engine.step_number == 4
+    for now, before in zip(engine.read_cache(), content, strict=True):
+        assert same(now.values, before.values)
+    assert same(engine.step(tokens[3]), rows[4])
+
+
+@pytest.mark.parametrize("operands", [False, True])
+def test_one_transfer_holds_what_calls_report(engine, ids, record, tmp_path, operands):
+    """Every frame of every step is the same, byte by byte, whether ranks export slots or tell record by record."""
+    engine.set_reduction("atomic:8", 3)
+    frames = []
+    for by_calls in (False, True):
+        path = tmp_path / f"{by_calls}.trace"
+        record(engine, ids, path, by_calls=by_calls, operands=operands, steps=6)
+        with TraceReader(path) as trace:
+            frames.append(
+                [
+                    (step, kind, frame.layout, bytes(frame.payload), _listed(frame.digests))
+                    for step in range(6)
+                    for kind, frame in trace.step_frames(step).items()
+                ]
+            )
+            digests = [step.cache_digest for step in trace.steps]
+            frames[-1].append(digests)
+    assert frames[0] == frames[1]
+
+
+def _listed(digests):
+    return None if digests is None else digests.tolist()
+
+
+class Plant:
+    """Changes one element of one shrink in one step so that it survives rounding; notes who was asked."""
+
+    def __init__(self, engine, site, step, index):
+        self.engine, self.site, self.step, self.index = engine, site, step, index
+        self.asked = []
+
+    def __call__(self, site, operand, z):
+        self.asked.append(site)
+        if (site, self.engine.step_number) != (self.site, self.step):
+            return z
+        changed = z.clone()
+        integer_view(changed)[-1, self.index] += 1 << 18
+        return checked_replacement(changed, site, z)
+
+
+@pytest.mark.parametrize(
+    ("module", "rank", "step"),
+    [("self_attn.qkv_proj[k_proj]", 1, 0), ("mlp.down_proj", 1, 3), ("mlp.down_proj", 0, 2)],
+)
+def test_a_fault_on_one_rank_is_found_there_and_only_there(
+    engine, ids, record, tmp_path, module, rank, step
+):
+    """One element on one rank: the root is that coordinate, and all shrinks before it and beside it keep their bits."""
+    path = f"model.layers.2.{module}@rank{rank}"
+    site = [each.path for each in engine.sites].index(path)
+    plant = Plant(engine, site, step, 5)
+    record(engine, ids, tmp_path / "reference.trace", steps=6)
+    with engine.intercepted(plant):
+        record(engine, ids, tmp_path / "candidate.trace", steps=6)
+    count = len(engine.sites)
+    assert plant.asked[:count] == list(range(count))
+    with ft.diff_traces(tmp_path / "reference.trace", tmp_path / "candidate.trace") as pair:
+        root = pair.diff.first_surviving
+        assert (root.site.path, root.step) == (path, step)
+        assert root.position == len(ids) - 1 + step
+        assert [each.coordinate.rank_index for each in root.coordinates] == [5]
+        assert f"(rank {rank})" in root.name
+        frames = [trace.frame(step, ft.Kind.SHRINK) for trace in (pair.reference, pair.candidate)]
+        beside = site ^ 1
+        for each in (*range(site), beside):
+            if each != site:
+                assert frames[0].record_bytes(each) == frames[1].record_bytes(each)
+        assert all(found.disagreeing_rows == (step == 0 and i) for i, found in _agreement(pair))
+
+
+def _agreement(pair):
+    """Only the k_proj of the candidate's prefill differs from its other rank's."""
+    return enumerate(pair.diff.rank_agreement)
+
+
+def test_ranks_that_disagree_are_told(engine, ids, record, tmp_path):
+    """Arrival orders are each rank's own: one execution's column-parallel ranks differ, and the report says so."""
+    for number, reduction in enumerate(("unsplit", "atomic:8")):
+        engine.set_reduction(reduction, 5 if number else None)
+        path = tmp_path / f"{number}.trace"
+        record(engine, ids, path, steps=3)
+        with ft.diff_traces(path, path) as pair:
+            found = pair.diff.rank_agreement[0]
+            assert found.compared_rows > 0
+            assert bool(found.disagreeing_rows) == bool(number)
+            told = tell_story(pair.diff, pair.reference, pair.candidate)
+            text = " ".join(each for passage in told.passages for each in passage.sentences)
+            assert ("ranks disagree within this one execution" in text) == bool(number)
+            if number:
+                assert found.first.site.parallel_rank == 1
+                assert "o_proj" not in found.first.site.path
+
+
+@pytest.fixture(scope="module")
+def differing(ranks, bundled, tmp_path_factory):
+    """A saved pair of a few tokens with a surviving root that propagates."""
+    for number, prompt in enumerate(bundled.prompts[:8]):
+        root = tmp_path_factory.mktemp("pair")
+        with ft.trace_pair(
+            ranks,
+            prompt=prompt.text,
+            attempts=2,
+            max_new_tokens=4,
+            seed=10 * number,
+            until="surviving",
+            observer_control=number == 0,
+            directory=root / "traces",
+        ) as pair:
+            if pair.diff.first_propagating:
+                pair.save(root / "saved")
+                return root / "saved"
+    raise AssertionError("no prompt of eight had a surviving root within 4 tokens and 2 attempts")
+
+
+def test_a_cause_on_one_rank_is_put_in_there(differing, ranks):
+    """Both executions are rebuilt bit by bit; one coordinate of one rank is put in and arrives at its expand."""
+    with ft.load_pair(differing) as pair:
+        root = pair.diff.first_propagating
+        target = len(pair.reference.steps) - 1 if pair.diff.flip is None else pair.diff.flip.step
+        workbench = Workbench(pair, ranks, target=max(target, root.step))
+        for found in workbench.reconstruct():
+            assert found.equal, found.first_mismatch
+        verdict = workbench.prove(
+            [ShrinkEdit.of_coordinate(root.coordinates[0])], free=False, shams=0
+        )
+        assert str(verdict.judgement) != "void", verdict.reasons
+        for direction in verdict.directions:
+            (receipt,) = direction.edited.receipts
+            assert receipt.landed
+            assert f"(rank {root.site.parallel_rank})" in receipt.place
+        assert (differing / "report.html").stat().st_size > 10_000
+
+
+def test_what_cannot_be_recorded_is_refused(bundled, engine):
+    """Before any process starts, with a reason; modules are refused by the engine."""
+    for arguments, why in (
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
+        ({"data_parallel_size": 2}, "data_parallel_size must be 1"),
+        ({"fully_sharded_loras": True, **ARGUMENTS}, "parts of a shrink"),
+        ({"enable_expert_parallel": True, **ARGUMENTS}, "other experts"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=why):
+            ft.load_engine(
+                str(bundled.model), str(bundled.adapter), engine="vllm", vllm_arguments=arguments
+            )
+    with pytest.raises(InputError, match="whole number"):
+        ft.load_engine(
+            str(bundled.model),
+            str(bundled.adapter),
+            engine="vllm",
+            vllm_arguments={"tensor_parallel_size": "two"},
+        )
+    with (
+        pytest.raises(InputError, match="several ranks"),
+        engine.observed(object(), modules=True),
+    ):
+        pass
+    with pytest.raises(InputError, match="rank 0 of 2"):
+        engine.set_reduction("atomic:8")
+    engine.start((5, 6, 7))
+    engine.step()
+    first, *others = engine.read_cache()
+    odd = type(first)(first.layer, first.values[:, :, :1], first.first_position, first.window)
+    with pytest.raises(InputError, match="heads of 2 ranks"):
+        engine.write_cache([odd, *others], 3)
+
+
+def test_an_observer_that_fails_leaves_the_ranks_alive(engine, ids, generate):
+    """What an interceptor raises arrives, and the next execution runs."""
+
+    def fail(site, operand, z):
+        raise ValueError("not this one")
+
+    engine.start(ids)
+    with engine.intercepted(fail), pytest.raises(ValueError, match="not this one"):
+        engine.step()
+    with pytest.raises(RecordingError, match="start"):
+        engine.step()
+    assert len(generate(engine, ids, 3)[0]) == 3
+
+
+def test_ranks_end_with_a_driver_that_is_killed(bundled, vllm_cpu):
+    """Killed outright, the driver can tell nobody; its ranks notice."""
+    script = (
+        "import sys, time\n"
+        "from fliptrace.capture.vllm_engine.tensor_parallel.processes import RankGroup\n"
+        "group = RankGroup(2, {'model': sys.argv[1], 'adapter': sys.argv[2], 'device': 'cpu',"
+        " 'dtype': 'auto', 'arguments': {}})\n"
+        "print(*group.process_ids, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script, str(bundled.model), str(bundled.adapter)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    process_ids = [int(each) for each in driver.stdout.readline().split()]
+    assert len(process_ids) == 2
+    assert all(map(is_running, process_ids))
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    assert wait_until(lambda: not any(map(is_running, process_ids)), 60)
+
+
+def test_a_rank_that_dies_ends_the_command(bundled, vllm_cpu, tmp_path):
+    """Exit code 2, one line that names the rank; what was acknowledged of the trace can be read; nobody is left."""
+    command = [
+        sys.executable,
+        "-m",
+        "fliptrace.command_line.trace_pair",
+        *("--model", str(bundled.model), "--adapter", str(bundled.adapter)),
+        *("--engine", "vllm", "--vllm-argument", "tensor_parallel_size=2"),
+        *("--prompt", bundled.prompts[0].text, "--max-new-tokens", "400", "--no-observer-control"),
+        *("--out", str(tmp_path / "pair"), "--quiet"),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    trace = tmp_path / "pair" / "reference.trace-wal"
+    assert wait_until(lambda: trace.exists() or process.poll() is not None, 120)
+    children = children_of(process.pid)
+    assert len(children) == 2
+    time.sleep(0.5)
+    os.kill(children[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert "rank 1 of 2 was ended by SIGKILL" in errors
+    assert len(errors.strip().splitlines()) == 1
+    assert not any(map(is_running, children))
+    with ft.open_trace(tmp_path / "pair" / "reference.trace") as read:
+        assert not read.closing.complete
+        assert len(read.steps) >= 1
+
+
+def children_of(process_id):
+    """Return the processes that a process started, oldest first."""
+    import psutil
+
+    children = psutil.Process(process_id).children()
+    return [each.pid for each in sorted(children, key=lambda each: each.create_time())]
+
+
+def test_closing_ends_all_processes(ranks):
+    """No process is left, and the engine says what to do."""
+    process_ids = ranks.group.process_ids
+    assert all(map(is_running, process_ids))
+    ranks.close()
+    assert not any(map(is_running, process_ids))
+    with pytest.raises(RecordingError, match=r"closed.*Load the engine again"):
+        ranks.start((5, 6))

@@ -16,6 +16,7 @@ from fliptrace.capture.engine import (
     Observer,
     ShrinkInterceptor,
     SlotObserver,
+    StateTensor,
 )
 from fliptrace.capture.step_capture import ArenaCapture, CaptureKeys
 from fliptrace.capture.vllm_engine.stepping import check_ids, check_prompt
@@ -105,6 +106,11 @@ class TensorParallelEngine:
     def cache_windows(self) -> Mapping[int, int | None]:
         """Windows of the layers that own a cache."""
         return self._windows
+
+    @property
+    def state_keys(self) -> tuple[tuple[int, str], ...]:
+        """None: models with recurrent state are refused when ranks load."""
+        return ()
 
     @property
     def device(self) -> torch.device:
@@ -366,8 +372,18 @@ class TensorParallelEngine:
         ]
         return joined_cache(parts)
 
-    def write_cache(self, layers: Sequence[CacheLayer], step: int) -> None:
+    def read_state(self) -> tuple[StateTensor, ...]:
+        """Return nothing; see state_keys."""
+        return ()
+
+    def write_cache(
+        self, layers: Sequence[CacheLayer], step: int, states: Sequence[StateTensor] = ()
+    ) -> None:
         """Replace the whole cache on all ranks."""
+        if states:
+            raise InputError(
+                f"this engine has no recurrent state; got {states[0].key} and {len(states) - 1} more"
+            )
         if step < 1:
             raise InputError(
                 f"a cache precedes a decode step, so step must be at least 1; got {step}"

@@ -36,6 +36,7 @@ from fliptrace.capture.vllm_engine.tensor_parallel.messages import (
     unpack,
 )
 from fliptrace.capture.vllm_engine.tensor_parallel.telling import Telling
+from fliptrace.errors import UnsupportedModelError
 from fliptrace.numerics.digest import digest_rows
 
 #: Arrival orders of simulated atomics are those of another seed on every rank: ranks' hardware shares none.
@@ -49,10 +50,11 @@ def main() -> None:
     connection = Connection(settings["connection"])
     try:
         server = RankServer(connection, settings)
+        facts = server.facts()
     except Exception as error:  # noqa: BLE001  (told to the driver)
         send(connection, _failed(error))
         _leave()
-    send(connection, Done(server.facts()))
+    send(connection, Done(facts))
     while True:
         try:
             command = receive(connection)
@@ -112,6 +114,11 @@ class RankServer:
     def facts(self) -> dict[str, Any]:
         """Return what does not change: rank 0 speaks for the model, every rank for its part."""
         engine = self.engine
+        if engine.state_keys:
+            raise UnsupportedModelError(
+                "layers with recurrent state (Mamba) cannot be traced with several ranks yet, which hold parts of each "
+                "state; use tensor_parallel_size=1"
+            )
         own: dict[str, Any] = {
             "sites": [site.path for site in engine.sites],
             "cache_layers": engine.cache_layers,

@@ -217,7 +217,7 @@ class TensorParallelEngine:
         self._ready = False
         delivery = Delivery(self.ranks, observer, self._interceptor, self._audit)
         results: list[StepResult] = self._talk.all_of(
-            Command("step", (token_id, capture is not None)), delivery
+            Command("step", (token_id, capture is not None, self._whole_layers())), delivery
         )
         logits = self._logits_of(results)
         if capture is not None:
@@ -228,6 +228,13 @@ class TensorParallelEngine:
         self._step += 1
         self._length += len(ids)
         return logits
+
+    def _whole_layers(self) -> frozenset[int]:
+        """Return the layers of which the audit wants rows that were cached in earlier steps."""
+        audit = self._audit
+        if audit is None:
+            return frozenset()
+        return frozenset(layer for layer in self._cache_layers if audit.needs_cached_rows(layer))
 
     def _ids_of(self, token_id: int | None) -> tuple[int, ...]:
         if not self._ready:

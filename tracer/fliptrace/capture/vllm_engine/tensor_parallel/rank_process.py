@@ -175,10 +175,12 @@ class RankServer:
         """Export whole operands from now on, or not."""
         self._telling.keep_operands(operands)
 
-    def step(self, token_id: int | None, captured: bool) -> StepResult:
+    def step(
+        self, token_id: int | None, captured: bool, whole_layers: frozenset[int]
+    ) -> StepResult:
         """Run one forward."""
         telling = self._telling
-        telling.capturing = captured
+        telling.capturing, telling.whole_layers = captured, whole_layers
         logits = self.engine.step(token_id)
         shown = pack(logits) if self.rank == 0 else None
         if captured:

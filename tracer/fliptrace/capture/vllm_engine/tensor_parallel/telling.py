@@ -28,6 +28,7 @@ class Telling:
 
     Attributes:
         capturing: the step that runs is kept in slots here and exported whole; else each record is told at once.
+        whole_layers: of which an audit wants rows that were cached in earlier steps.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Telling:
     ) -> None:
         """Know the rank's sites and caches."""
         self.capturing = False
+        self.whole_layers: frozenset[int] = frozenset()
         self._connection = connection
         self._keys = CaptureKeys(tuple(sites), tuple(cache_layers))
         self._device = device
@@ -147,6 +149,13 @@ class Telling:
     def shrink_consumed(self, site: int, z: Tensor) -> None:
         """See ConsumptionAudit."""
         self._tell("shrink_consumed", site, pack(z))
+
+    def needs_cached_rows(self, layer: int) -> bool:
+        """See ConsumptionAudit; the driver said before the step."""
+        return layer in self.whole_layers
+
+    def state_consumed(self, layer: int, name: str, values: Tensor) -> None:
+        """Models with recurrent state are refused when ranks load."""
 
     def cache_consumed(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See ConsumptionAudit."""

@@ -189,6 +189,11 @@ class Session:
         }
         print(json.dumps(shown)[:1500], flush=True)
 
+    def close(self) -> None:
+        """End the ranks."""
+        if isinstance(self.engine, TensorParallelEngine):
+            self.engine.close()
+
     @property
     def left(self) -> float:
         """Seconds."""
@@ -321,7 +326,7 @@ def plant(session: Session) -> None:
         with engine.intercepted(Plant(engine, site, step, 5)):
             session.record(prompt, paths[1], 8)
         with ft.diff_traces(*paths) as pair:
-            first = pair.diff.first_propagating
+            first = pair.diff.first_surviving
             found = None if first is None else (first.site.path, first.step, first.position)
             position = len(prompt.ids) - 1 + step
             expected = (engine.sites[site].path, step, position)
@@ -329,19 +334,16 @@ def plant(session: Session) -> None:
                 [] if first is None else [each.coordinate.rank_index for each in first.coordinates]
             )
             # Every rank's shrinks before that place, and the other ranks' at that place, keep their bits.
-            frames = [
-                trace.frame(step, ft.Kind.SHRINK) for trace in (pair.reference, pair.candidate)
+            before = range(site - site % session.options.ranks + session.options.ranks)
+            bits = [
+                [
+                    integer_view(trace.record(engine.sites[each].path, ft.Kind.SHRINK, step))
+                    for each in before
+                ]
+                for trace in (pair.reference, pair.candidate)
             ]
-            unchanged = [
-                each
-                for each in range(site - site % session.options.ranks + session.options.ranks)
-                if frames[0].record_bytes(each) == frames[1].record_bytes(each)
-            ]
-            alone = [
-                each
-                for each in range(site - site % session.options.ranks + session.options.ranks)
-                if each != site
-            ]
+            unchanged = [each for each in before if torch.equal(bits[0][each], bits[1][each])]
+            alone = [each for each in before if each != site]
             right = found == expected and coordinates == [5] and unchanged == alone
             session.add(
                 "plant",
@@ -478,19 +480,19 @@ def main() -> int:
         try:
             for stage, run in (("cost", cost), ("repeat", repeat), ("plant", plant)):
                 if stage in stages and session.left > 0:
-                    attempt(session, stage, lambda run=run: run(session))
+                    attempt(session, stage, run)
             if "pair" in stages:
-                attempt(session, "pair", lambda: prove_some(session))
+                attempt(session, "pair", prove_some)
         finally:
-            session.engine.close()
+            session.close()
     return int(session.failed)
 
 
-def attempt(session: Session, stage: str, run: Callable[[], None]) -> None:
+def attempt(session: Session, stage: str, run: Callable[[Session], None]) -> None:
     """Run a stage; what goes wrong in one is a row, and the next still runs if the ranks live."""
     begin = time.monotonic()
     try:
-        run()
+        run(session)
     except Exception as error:  # noqa: BLE001  (a row)
         traceback.print_exc()
         session.failed |= 2

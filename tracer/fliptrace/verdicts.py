@@ -126,7 +126,7 @@ class ForeignRoot:
         key: the record's key: an operation (``model.layers.0.self_attn/scaled_dot_product_attention#0``), a module, or
             the place at which it was first seen.
         kind: ``operation``, ``module``, ``operand``, ``projection`` (the base projection or the expand), ``cache``,
-            ``logits``, or ``token`` (equal logits, other choice).
+            ``state`` (a recurrent state), ``logits``, or ``token`` (equal logits, other choice).
         step: which step; position: first differing row's absolute position, -1 when the record has no token rows.
         origin: ROOT when its inputs were observed equal, UNLOCATED when what feeds it was not recorded.
         explanation: one sentence for people: what was seen, and what to run to see more.
@@ -192,6 +192,22 @@ class CacheDifference:
     values: int
     elements: int
     positions: tuple[int, ...]
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateDifference:
+    """How many elements of one tensor of a layer's recurrent state differ after a step.
+
+    There is no rounding boundary to tell of: the state is kept in ``dtype``, and each differing element is real.
+    """
+
+    layer: int
+    step: int
+    name: str
+    differing: int
+    elements: int
+    dtype: str
     largest: float
 
 
@@ -354,6 +370,7 @@ class PairDiff:
         generated: lengths (reference, candidate) in tokens.
         first_surviving_variant: the first configuration-variant row with a surviving coordinate.
         propagation_chart: the propagation graph pruned and laid out, None where nothing can be followed.
+        state_differences: every step, layer and tensor of recurrent state that differs after the step, in order.
         module_grids: as grids, rows ("module", Site) with classes only; empty where modules were not recorded.
         rank_agreement: of reference and candidate, over the compared steps; None for an execution on one rank.
     """
@@ -380,6 +397,7 @@ class PairDiff:
     generated: tuple[int, int]
     first_surviving_variant: RowDifference | None = None
     propagation_chart: PropagationChart | None = field(default=None, repr=False)
+    state_differences: tuple[StateDifference, ...] = ()
     module_grids: dict[str, Grid] = field(default_factory=dict, repr=False)
     rank_agreement: tuple[RankAgreement | None, RankAgreement | None] = (None, None)
 

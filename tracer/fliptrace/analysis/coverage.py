@@ -101,11 +101,15 @@ class CoverageLedger:
         if more > 0:
             missing[_SENTENCES:] = [f"{more} more gap{'s' if more > 1 else ''} of this sort."]
         stated = [*_stated(reference), *_stated(candidate)]
+        keeps_state = any(
+            trace.manifest.get("engine.state_layers") for trace in (reference, candidate)
+        )
+        absent = self._kinds_not_recorded(stated, keeps_state)
         return Coverage(
             steps_compared=span.steps,
             records_compared=self._records,
             elements_compared=self._elements,
-            not_observed=tuple(dict.fromkeys((*stated, *self._kinds_not_recorded(stated), *extra))),
+            not_observed=tuple(dict.fromkeys((*stated, *absent, *extra))),
             missing=tuple(missing),
             observer_control=_observer_control(reference, candidate),
         )
@@ -118,7 +122,7 @@ class CoverageLedger:
             "there is a configuration-variant, no root."
         )
 
-    def _kinds_not_recorded(self, stated: Iterable[str]) -> Iterable[str]:
+    def _kinds_not_recorded(self, stated: Iterable[str], keeps_state: bool) -> Iterable[str]:
         if not self._records:
             return
         if not {Kind.OPERAND, Kind.OPERAND_VALUES} & self._kinds:
@@ -130,6 +134,8 @@ class CoverageLedger:
             )
         if Kind.CACHE not in self._kinds:
             yield "Key and value rows were not recorded in both traces."
+        if Kind.STATE not in self._kinds and keeps_state:
+            yield "The recurrent state of this model's layers was not recorded in both traces."
         if not {Kind.LOGITS_DIGEST, Kind.LOGITS_FULL} & self._kinds:
             yield "Logits beyond the largest were not recorded in both traces."
         if Kind.OPERATION_OUTPUT not in self._kinds and not any(

@@ -44,6 +44,7 @@ from fliptrace.verdicts import (
     PairDiff,
     RowDifference,
     ShrinkStatistics,
+    StateDifference,
     StepComparison,
 )
 
@@ -170,6 +171,7 @@ class PairWalk:
             ("equal_operand_elements", "equal_operand_differing", "equal_operand_surviving"), 0
         )
         self._cache: list[CacheDifference] = []
+        self._states: list[StateDifference] = []
         self._steps: list[StepComparison] = []
         self._flip: Flip | None = None
         self._structural = self._other_kinds = False
@@ -229,6 +231,8 @@ class PairWalk:
         self._ledger.add(before.step, self._reader, reference, candidate)
         self._take_rows(evidence)
         self._take_cache(evidence)
+        if evidence.states is not None:
+            self._states += evidence.states.differences(evidence.step)
         self._foreign.take(evidence, before, after, reference, candidate)
         self._take_tokens(evidence, before, after, (reference, candidate), is_flip)
         self._grids.add(evidence)
@@ -354,6 +358,7 @@ class PairWalk:
                 surviving=surviving,
             ),
             cache_differences=tuple(self._cache),
+            state_differences=tuple(self._states),
             steps=tuple(self._steps),
             grids=grids,
             module_grids=self._grids.finish_modules(grids),

@@ -45,6 +45,8 @@ def count_records(evidence: Sequence[StepEvidence]) -> int:
         total += sum(int(matrix.any(dim=1).sum()) for matrix in matrices)
         if step.cache is not None:
             total += int((step.cache.counts.sum(dim=2) > 0).sum())
+        if step.states is not None:
+            total += len(step.states.differing_layers)
         total += bool(step.logits_differ)
     return total
 
@@ -93,8 +95,8 @@ def differing_records(step: StepEvidence) -> dict[Node, DifferingRecord]:
 
 
 def differing_cache_records(step: StepEvidence) -> dict[Node, DifferingRecord]:
-    """Return the differing key and value records of a step."""
-    found: dict[Node, DifferingRecord] = {}
+    """Return the differing key and value records of a step, and the differing states that it left."""
+    found = _differing_states(step)
     cache = step.cache
     if cache is None:
         return found
@@ -110,6 +112,26 @@ def differing_cache_records(step: StepEvidence) -> dict[Node, DifferingRecord]:
             SURVIVING,
             float(cache.magnitudes[place, which].max()),
         )
+    return found
+
+
+def _differing_states(step: StepEvidence) -> dict[Node, DifferingRecord]:
+    """Return one record per layer whose recurrent state differs after a step; it has no token rows."""
+    states = step.states
+    found: dict[Node, DifferingRecord] = {}
+    for layer in states.differing_layers if states is not None else ():
+        numbers = [at for at, (of, _) in enumerate(states.places) if of == layer] if states else []
+        node: Node = (step.step, "state", layer)
+        attributes = {
+            "name": f"layer-{layer} recurrent state",
+            "step": step.step,
+            "layer": layer,
+            "record": "state",
+            "coordinate_class": SURVIVING,
+            "magnitude": float(states.magnitudes[numbers].max()) if states else None,
+            "positions": (),
+        }
+        found[node] = DifferingRecord(node, ONE_ROW, attributes)
     return found
 
 

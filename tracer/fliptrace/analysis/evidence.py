@@ -26,6 +26,7 @@ from fliptrace.analysis.align import (
 from fliptrace.analysis.cache_rows import CacheEvidence, read_cache
 from fliptrace.analysis.frame_rows import largest_per_row, magnitude, row_width, rows_that_differ
 from fliptrace.analysis.module_rows import ModuleEvidence, read_modules
+from fliptrace.analysis.state_rows import StateEvidence, read_states
 from fliptrace.numerics import CoordinateClass, classify, integer_view, ulp_distance
 from fliptrace.trace import Frame, Kind, StepRecord
 
@@ -87,6 +88,7 @@ class StepEvidence:
         live: rows whose difference leaves the shrink rounded to the model's own dtype, bool [S, T].
         operand, projection: row digests at the same keys.
         cache: key and value rows, None where neither trace has any.
+        states: recurrent state after the step, None where not recorded in both.
         logits_differ: None where not recorded.
         differing_kinds: kinds recorded in both whose frames hold other records or other bits.
         element_count: coordinates compared; equal_operand_count: of these, in rows with equal operands.
@@ -121,6 +123,7 @@ class StepEvidence:
     operand_values_known: bool = False
     values: list[ShrinkValues] = field(default_factory=list)
     modules: ModuleEvidence | None = None
+    states: StateEvidence | None = None
 
     @property
     def equal(self) -> bool:
@@ -210,6 +213,11 @@ class StepReader:
         if before is not None and after is not None:
             pair = self.pair(before, after)
             evidence.cache = read_cache(pair, before, after, rows, Kind.CACHE in differing)
+        before, after = reference.get(Kind.STATE), candidate.get(Kind.STATE)
+        if before is not None and after is not None:
+            evidence.states = read_states(
+                self.pair(before, after), before, after, Kind.STATE in differing
+            )
         evidence.modules = read_modules(self._layouts, reference, candidate, rows)
         per_row = evidence.elements.unsqueeze(1) * evidence.observed
         evidence.element_count = int(per_row.sum())

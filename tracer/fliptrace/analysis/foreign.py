@@ -5,8 +5,10 @@ is first seen in the next record, and calling that record's site the culprit wou
 conservative data flow. A row of a record at token position p may depend on
 
 * everything recorded earlier in the same step at positions <= p (attention mixes earlier positions in),
-* the cache rows of earlier steps in its own or a lower layer (where the cache was not recorded: on any difference of an
-  earlier step that left its shrink).
+* the cache rows and recurrent states of earlier steps in its own or a lower layer (where the cache was not recorded: on
+  any difference of an earlier step that left its shrink).
+
+A recurrent state depends on its layer's input projection, at any row of the step, and on itself before the step.
 
 A differing operand, cache or logits row that none of these can explain entered between the last record and this one.
 A projection row that differs although its operand row and its rounded shrink row are equal is a root of its own: the
@@ -27,6 +29,7 @@ from fliptrace.analysis.grids import cache_place
 from fliptrace.analysis.operations import find_operation, find_unexplained_module
 from fliptrace.analysis.roles import Role, role_of
 from fliptrace.analysis.slots import CACHE, PROJECTION, Slots, arrange
+from fliptrace.analysis.state_rows import makers_of
 from fliptrace.trace import StepRecord
 from fliptrace.verdicts import ForeignRoot, Origin
 
@@ -40,7 +43,9 @@ class ForeignSearch:
         """Start with equal pasts."""
         self.found: ForeignRoot | None = None
         self._reader = reader
-        self._cached_from: int | None = None  # lowest layer whose cache differs; 0 when unknown
+        # Lowest layer whose cache or state differs; 0 when unknown.
+        self._cached_from: int | None = None
+        self._states: set[int] = set()  # layers whose recurrent state differs
         self._slots: dict[tuple[tuple[str, ...], tuple[int, ...]], Slots] = {}
 
     def take(
@@ -58,7 +63,7 @@ class ForeignSearch:
             return
         self.found = (
             find_operation(evidence, self._reader, reference, candidate)
-            or self._find_in_records(evidence)
+            or self._earlier(self._find_in_states(evidence), self._find_in_records(evidence))
             or self._find_in_cache_digest(evidence, before, after)
             or self._find_in_logits(evidence)
             or self._find_in_modules(evidence, reference, candidate)
@@ -91,6 +96,58 @@ class ForeignSearch:
             return None
         slot, row = places[0].tolist()
         return self._describe(evidence, slots, slot, row)
+
+    @staticmethod
+    def _earlier(one: ForeignRoot | None, other: ForeignRoot | None) -> ForeignRoot | None:
+        """Return what entered first in the step; a state, where both entered before the same site."""
+        if one is None or other is None:
+            return one or other
+        return one if one.before_order <= other.before_order else other
+
+    def _find_in_states(self, evidence: StepEvidence) -> ForeignRoot | None:
+        """Find a recurrent state that differs although nothing that it is made from does."""
+        states = evidence.states
+        if states is None:
+            return None
+        sites = [site_of(key) for key in evidence.keys]
+        for layer in states.differing_layers:
+            makers = makers_of(sites, layer)
+            place = makers[-1] + 1 if makers else cache_place(sites, layer)
+            known = bool(makers) and bool(evidence.projection.known[makers].all())
+            if known:
+                differing = bool(evidence.projection.differs[makers].any())
+                explained = differing or layer in self._states
+            else:
+                explained = (
+                    self._cached_from is not None and self._cached_from <= layer
+                ) or _live_before(evidence, place, layer)
+            if explained:
+                continue
+            name = next(
+                name
+                for number, (of, name) in enumerate(states.places)
+                if of == layer and (bool(states.counts[number]) or number in states.unpaired)
+            )
+            feeding = (
+                "its input projection and the state before it are equal: the convolution or the scan gave another "
+                "result, or the state was changed elsewhere"
+                if known
+                else f"no record before it differs, and its input projection was not recorded. {_RUN_AGAIN}"
+            )
+            return ForeignRoot(
+                key=f"state.{layer}.{name}",
+                kind="state",
+                step=evidence.step,
+                position=-1,
+                origin=Origin.ROOT if known else Origin.UNLOCATED,
+                explanation=(
+                    f"The recurrent state of layer {layer} ({name}) that {_phase(evidence.step)} left differs, "
+                    f"although {feeding}"
+                ).rstrip(".")
+                + ".",
+                before_order=place,
+            )
+        return None
 
     def _past(self, slots: Slots) -> Tensor:
         """Say which slots differing cache rows of earlier steps may explain, bool [slots]."""
@@ -189,7 +246,7 @@ class ForeignSearch:
         if any(bool(rows[:, last].any()) for rows in live):
             return None
         complete = _residual_writers_known(evidence)
-        elsewhere = _live(evidence) or _cache_rows_differ(evidence) or self._cached_from is not None
+        elsewhere = _rows_differ(evidence) or self._cached_from is not None
         if elsewhere and not complete:
             return None
         known = (
@@ -241,9 +298,12 @@ class ForeignSearch:
     def _remember(self, evidence: StepEvidence, before: StepRecord, after: StepRecord) -> None:
         cache = evidence.cache
         layers: list[int] = []
+        if evidence.states is not None:
+            self._states |= set(evidence.states.differing_layers)
+            layers += [max(layer, 0) for layer in evidence.states.differing_layers]
         if cache is not None:
             places = (cache.counts.sum(dim=(1, 2)) > 0).nonzero().squeeze(1).tolist()
-            layers = [max(cache.layers[place], 0) for place in places]
+            layers += [max(cache.layers[place], 0) for place in places]
             if cache.unpaired:
                 layers.append(0)
         digests_known = bool(before.cache_digest and after.cache_digest)
@@ -285,6 +345,17 @@ def _live(evidence: StepEvidence) -> bool:
     """Some record's difference, an operand's included, goes on into the network."""
     return bool(
         evidence.operand.differs.any() | evidence.live.any() | evidence.projection.differs.any()
+    )
+
+
+def _live_before(evidence: StepEvidence, order: int, layer: int) -> bool:
+    """Some record before a place, or a cache row of a lower layer, differs."""
+    matrices = (evidence.operand.differs, evidence.live, evidence.projection.differs)
+    if any(bool(matrix[:order].any()) for matrix in matrices):
+        return True
+    cache = evidence.cache
+    return cache is not None and any(
+        of <= layer and bool(cache.counts[number].any()) for number, of in enumerate(cache.layers)
     )
 
 

@@ -28,6 +28,7 @@ from fliptrace.analysis.differing_records import (
 from fliptrace.analysis.evidence import StepEvidence
 from fliptrace.analysis.reach import Flow, Reach, rows_leading_to
 from fliptrace.analysis.roles import Role, role_of
+from fliptrace.analysis.state_rows import makers_of
 from fliptrace.errors import InputError
 from fliptrace.numerics import CoordinateClass
 from fliptrace.sites import Site
@@ -55,8 +56,8 @@ def propagation_graph(reference: Trace, candidate: Trace, diff: PairDiff) -> Any
 
     Returns:
         A networkx.DiGraph. Nodes are (step, record, site key or layer) with the attributes ``name``, ``step``,
-        ``layer``, ``record`` (operand, shrink, projection, key, value, cached, logits or flip), ``coordinate_class``
-        (its label), ``magnitude`` (largest |difference|, None for digests), ``positions`` (absolute positions) and
+        ``layer``, ``record`` (operand, shrink, projection, key, value, state, cached, logits or flip),
+        ``coordinate_class`` (its label), ``magnitude`` (largest |difference|, None for digests), ``positions`` (absolute positions) and
         ``rows`` (which rows of the step differ, bool [T]); edges have a ``flow``: see fliptrace.analysis.reach.
 
     Raises:
@@ -147,7 +148,9 @@ class _StepFlow:
         layers = [site.layer for site in sites]
         cache_layers = self._step.cache.layers if self._step.cache is not None else ()
         order = list(dict.fromkeys(layers))
-        order += [layer for layer in sorted({*cache_layers, *self._cached}) if layer not in order]
+        states = self._step.states.differing_layers if self._step.states is not None else ()
+        kept = sorted({*cache_layers, *states, *self._cached})
+        order += [layer for layer in kept if layer not in order]
         for layer in sorted(order, key=lambda one: (one is None, one if one is not None else 0)):
             self._connect_layer(layer, [site for site in sites if site.layer == layer])
         logits = self._records.get((self._step.step, "logits", 0))
@@ -161,6 +164,7 @@ class _StepFlow:
         attention = [self._connect_site(site, None) for site in inputs]
         if layer is not None:
             sources = self._connect_cache(layer, inputs)
+            self._connect_state(layer, inputs, attention)
             sources += [
                 record
                 for site, record in zip(inputs, attention, strict=True)
@@ -200,6 +204,21 @@ class _StepFlow:
         if layer in self._cached:
             found.append(self._cached[layer])
         return found
+
+    def _connect_state(
+        self, layer: int, inputs: list[Site], made: list[DifferingRecord | None]
+    ) -> None:
+        """Lead to a layer's state what it is made from, of the inputs' last records: its projection; and itself."""
+        state = self._records.get((self._step.step, "state", layer))
+        if state is None:
+            return
+        makers = set(makers_of(inputs, layer))
+        found = [one for number, one in enumerate(made) if number in makers and one is not None]
+        if not makers:
+            self._link_stream(state)
+        self._link(found, state, mixes=False)
+        if layer in self._cached:
+            self._link([self._cached[layer]], state, mixes=False)
 
     def _close_block(
         self, outputs: list[Site], sources: list[DifferingRecord], *, mixes: bool
@@ -284,7 +303,7 @@ class _StepFlow:
         following = self._step.step + 1
         written: dict[int, list[DifferingRecord]] = {}
         for node, record in records.items():
-            if node[1] in ("key", "value") and isinstance(node[2], int):
+            if node[1] in ("key", "value", "state") and isinstance(node[2], int):
                 written.setdefault(node[2], []).append(record)
             elif self._step.cache is None and node[1] == "projection":
                 site = site_of(str(node[2]))
@@ -335,12 +354,13 @@ def first_record(
         for record in differing_records(step).values()
         if record.node[1] == "logits"
         or (record.node[1] in ("key", "value") and start.kind == "cache")
+        or (record.node[1] == "state" and start.kind == "state")
         or (
             record.node[1] in ("operand", "projection")
             and step.keys.index(str(record.node[2])) >= start.before_order
         )
     ]
-    order = {"key": 0, "value": 0, "operand": 1, "projection": 1, "logits": 2}
+    order = {"state": 0, "key": 0, "value": 0, "operand": 1, "projection": 1, "logits": 2}
     after.sort(key=lambda one: order[one.node[1]])
     return after[0].node if after else None
 

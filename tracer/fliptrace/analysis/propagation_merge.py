@@ -250,7 +250,7 @@ def _kind(members: _Members) -> NodeKind:
     for kind, name in ((NodeKind.FLIP, "flip"), (NodeKind.LOGITS, "logits")):
         if name in kinds:
             return kind
-    cached = kinds & {"key", "value"}
+    cached = kinds & {"key", "value", "state"}
     if cached and kinds - cached:
         return NodeKind.MIXED
     return NodeKind.CACHE if cached else NodeKind.SHRINKS

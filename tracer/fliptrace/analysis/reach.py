@@ -76,7 +76,10 @@ class Reach:
                         found, flow.forward(self._distances[source], rows.numel()) + 1
                     )
             if node in starts:
-                found = torch.where(starts[node], 0, found)
+                start = starts[node]
+                if start.numel() != rows.numel():  # a record without token rows
+                    start = start.any().expand(rows.numel())
+                found = torch.where(start, 0, found)
             found = torch.where(rows & (found < _FAR), found, _FAR)
             if bool((found < _FAR).any()):
                 self._distances[node] = found

@@ -1,4 +1,7 @@
-"""Keys and values as words: where they differ, where they are equal, and where they were not recorded."""
+"""Keys and values as words: where they differ, where they are equal, and where they were not recorded.
+
+Recurrent state, where a model keeps some, is told of in the same place.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,13 @@ NAMED_LAYERS = 3
 def cache_gist(diff: PairDiff) -> str:
     """Say in one line how many key and value elements differ, or that none does or none was recorded."""
     layers = len({entry.layer for entry in diff.cache_differences})
+    states = len({entry.layer for entry in diff.state_differences})
+    also = f"; recurrent state differs in {wording.count(states, 'layer')}" if states else ""
     if layers:
         keys = sum(entry.keys for entry in diff.cache_differences)
         values = sum(entry.values for entry in diff.cache_differences)
-        return f"{keys:,} key and {values:,} value elements differ, in {wording.count(layers, 'layer')}"
-    return "no recorded element differs" if records_cache(diff) else "not recorded"
+        return f"{keys:,} key and {values:,} value elements differ, in {wording.count(layers, 'layer')}{also}"
+    return ("no recorded element differs" if records_cache(diff) else "not recorded") + also
 
 
 def cache_states(diff: PairDiff) -> dict[int, str]:
@@ -67,7 +72,32 @@ def records_cache(diff: PairDiff) -> bool:
 
 
 def cache_sentences(diff: PairDiff) -> tuple[str, ...]:
-    """Tell in which layers and steps keys and values differ, the root's own step first."""
+    """Tell in which layers and steps keys and values differ, the root's own step first; then of recurrent state."""
+    return (*_rows_sentences(diff), *_state_sentences(diff))
+
+
+def _state_sentences(diff: PairDiff) -> tuple[str, ...]:
+    """Tell after which steps recurrent state differs; nothing where none does."""
+    differences = diff.state_differences
+    if not differences:
+        return ()
+    step = differences[0].step
+    here = [entry for entry in differences if entry.step == step]
+    sentences = [
+        f"Layer {entry.layer}, recurrent state {entry.name} ({entry.dtype}) after {_the(step)}: "
+        f"{count(entry.differing, 'element')} of {entry.elements:,} "
+        f"{wording.verb(entry.differing, 'differ')}."
+        for entry in here[:NAMED_LAYERS]
+    ]
+    layers, steps = ({getattr(one, name) for one in differences} for name in ("layer", "step"))
+    sentences.append(
+        f"Over all compared steps, recurrent state differs in {count(len(layers), 'layer')} and after "
+        f"{count(len(steps), 'step')}. It is replaced whole in every step and has no rounding boundary."
+    )
+    return tuple(sentences)
+
+
+def _rows_sentences(diff: PairDiff) -> tuple[str, ...]:
     differences = diff.cache_differences
     if not differences:
         if not records_cache(diff):

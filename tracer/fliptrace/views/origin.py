@@ -68,6 +68,9 @@ def _place(foreign: ForeignRoot) -> str:
     if foreign.kind == "cache":
         layer = foreign.key.removeprefix("cache.")
         return f"keys or values of layer {layer}" if layer.isdecimal() else "the cache"
+    if foreign.kind == "state":
+        _, layer, name = foreign.key.split(".", 2)
+        return f"recurrent state {name} of layer {layer}"
     if foreign.kind == "token":
         return "the choice of the token"
     name = said(Site.from_path(foreign.key).name)

@@ -1,7 +1,14 @@
-"""Tensor parallel in the vllm engine: what recording costs, and pairs with a root on one rank, proved by substitution.
+r"""Tensor parallel in the vllm engine: what recording costs, and pairs with a root on one rank, proved by substitution.
 
     python examples/measure/vllm_tensor_parallel.py --out tensor_parallel.jsonl --seconds 280
-    python examples/measure/vllm_tensor_parallel.py --out rows.jsonl --layers 2 --hidden 64 --dtype bfloat16   (small)
+    python examples/measure/vllm_tensor_parallel.py --out rows.jsonl --layers 2 --hidden 128 --inner 256 --heads 4 \
+        --kv-heads 2 --vocabulary 768 --reduction atomic:8 --tokens 24 --rounds 2 --pair-tokens 12     (small, CPU)
+
+On two H200s, with NVLink multicast off and Triton attention (five minutes):
+
+    NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 VLLM_NO_USAGE_STATS=1 \
+    PYTHONPATH=tracer:interventions:kernels python examples/measure/vllm_tensor_parallel.py --out rows.jsonl \
+        --seconds 280 --attention TRITON_ATTN --vllm-arguments '{"gpu_memory_utilization": 0.2}'
 
 Makes a Llama of its own with random weights, and a random adapter on all projections, in a temporary folder; nothing is
 downloaded. Each stage adds a row to --out as soon as it is done, with the command and the environment in the first:
@@ -476,7 +483,11 @@ def main() -> int:
     torch.set_num_threads(1)
     stages = options.stages.split(",")
     with tempfile.TemporaryDirectory(prefix="fliptrace-tp-") as name:
-        session = Session(options, Path(name))
+        try:
+            session = Session(options, Path(name))
+        except BaseException:
+            show_logs()
+            raise
         try:
             for stage, run in (("cost", cost), ("repeat", repeat), ("plant", plant)):
                 if stage in stages and session.left > 0:
@@ -488,6 +499,12 @@ def main() -> int:
     return int(session.failed)
 
 
+def show_logs() -> None:
+    """Print the ends of what ranks of a group that failed have printed."""
+    for path in sorted(Path(tempfile.gettempdir()).glob("fliptrace-ranks-*/rank*.log")):
+        print(f"== {path}\n{path.read_text(errors='replace')[-6000:]}", file=sys.stderr)
+
+
 def attempt(session: Session, stage: str, run: Callable[[Session], None]) -> None:
     """Run a stage; what goes wrong in one is a row, and the next still runs if the ranks live."""
     begin = time.monotonic()
@@ -495,6 +512,7 @@ def attempt(session: Session, stage: str, run: Callable[[Session], None]) -> Non
         run(session)
     except Exception as error:  # noqa: BLE001  (a row)
         traceback.print_exc()
+        show_logs()
         session.failed |= 2
         session.add("trouble", {"stage": stage, "error": f"{type(error).__name__}: {error}"})
     session.add("stage", {"stage": stage, "seconds": round(time.monotonic() - begin, 1)})

@@ -14,7 +14,7 @@ from fliptrace.capture.sources import adapter_folder
 from fliptrace.capture.vllm_engine.tensor_parallel.messages import Done
 from fliptrace.capture.vllm_engine.tensor_parallel.processes import RankGroup
 from fliptrace.capture.vllm_engine.tensor_parallel.troubles import error_of
-from fliptrace.errors import InputError, UnsupportedModelError
+from fliptrace.errors import FliptraceError, InputError, UnsupportedModelError
 
 #: Loading a large model from a cold disk takes minutes.
 LOAD_SECONDS = 1800.0
@@ -96,6 +96,14 @@ def load_ranks(
     try:
         facts = _facts(group)
         tokenizer = pickle.loads(facts[0]["tokenizer"])  # noqa: S301  (rank 0 is ours)
+    except FliptraceError as error:
+        known = bool(group.trouble)
+        if not known:
+            group.fail("loading failed")
+        group.close()
+        if known:
+            raise
+        raise type(error)(f"{error}; what ranks printed is in {group.log(0).parent}") from error
     except BaseException:
         group.kill()
         group.close()

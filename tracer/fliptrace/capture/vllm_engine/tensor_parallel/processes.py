@@ -62,8 +62,13 @@ class RankGroup:
         self._connections: list[Connection] = []
         self._inboxes: list[deque[Any]] = [deque() for _ in range(count)]
         self._lifelines: list[int] = []
+        self._kept: list[Path] = []
         self._end = weakref.finalize(
-            self, _end_all, self._processes, self._connections, self._lifelines, self._folder
+            self,
+            _end_all,
+            (self._processes, self._connections, self._lifelines),
+            self._folder,
+            self._kept,
         )
         port = _free_port()
         for rank in range(count):
@@ -188,9 +193,10 @@ class RankGroup:
         """End all processes and return the error that says why."""
         self.trouble = why
         self.kill()
+        self._kept.append(self._folder)
         return RecordingError(
             f"{why}. The other ranks were ended with it; a trace that was being written ends with the last step that "
-            "was acknowledged. Load the engine again"
+            f"was acknowledged. Load the engine again; what ranks printed is in {self._folder}"
         )
 
     def _last_words(self, rank: int) -> str:
@@ -220,12 +226,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_all(
-    processes: Sequence[subprocess.Popen[bytes]],
-    connections: Sequence[Connection],
-    lifelines: list[int],
+    parts: tuple[Sequence[subprocess.Popen[bytes]], Sequence[Connection], list[int]],
     folder: Path,
+    kept: Sequence[Path],
 ) -> None:
-    """Close what ranks read, which ends them, and kill those that stay."""
+    """Close what ranks read, which ends them, and kill those that stay; logs of a group that failed are kept."""
+    processes, connections, lifelines = parts
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.close()
@@ -239,7 +245,8 @@ def _end_all(
     lifelines.clear()
     for process in processes:
         _kill(process)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder not in kept:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -77,6 +78,8 @@ def _end_with_driver(descriptor: int) -> None:
 
 
 def _failed(error: BaseException) -> Failed:
+    """Say what went wrong; the whole of it goes to this rank's log."""
+    traceback.print_exception(error)
     return Failed(type(error).__name__, " ".join(str(error).split()))
 
 

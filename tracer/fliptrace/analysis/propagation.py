@@ -57,8 +57,9 @@ def propagation_graph(reference: Trace, candidate: Trace, diff: PairDiff) -> Any
     Returns:
         A networkx.DiGraph. Nodes are (step, record, site key or layer) with the attributes ``name``, ``step``,
         ``layer``, ``record`` (operand, shrink, projection, key, value, state, cached, logits or flip),
-        ``coordinate_class`` (its label), ``magnitude`` (largest |difference|, None for digests), ``positions`` (absolute positions) and
-        ``rows`` (which rows of the step differ, bool [T]); edges have a ``flow``: see fliptrace.analysis.reach.
+        ``coordinate_class`` (its label), ``magnitude`` (largest |difference|, None for digests), ``positions``
+        (absolute positions) and ``rows`` (which rows of the step differ, bool [T]); edges have a ``flow``: see
+        fliptrace.analysis.reach.
 
     Raises:
         TraceMismatchError: the traces cannot be compared.

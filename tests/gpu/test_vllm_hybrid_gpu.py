@@ -133,9 +133,56 @@ def test_recordings_are_rebuilt_with_their_states(engine, pairs):
             assert found.restored_start
 
 
-@pytest.mark.parametrize("part", ["whole", "both", "state"])
-def test_what_was_kept_is_substituted(engine, pairs, part):
-    """The donor's cache and state, keys and values alone, state alone: each arrives, and is judged."""
+@pytest.fixture(scope="module")
+def planted(engine, load_neighbour, repository_root, tiny, tmp_path_factory):
+    """Two unsplit executions of which one has a shrink of the first Mamba layer pushed in a late row of the prompt."""
+    planting = load_neighbour(repository_root / "tests" / "interventions" / "planting.py")
+    site = next(number for number, site in enumerate(engine.sites) if "in_proj[1]" in site.path)
+    nudge = planting.Nudge(site, 0, {(38, 2): 64})
+    folder = tmp_path_factory.mktemp("planted")
+    with planting.record_pair(engine, tiny.prompt_ids(40), folder, nudge, tokens=6) as pair:
+        yield pair
+
+
+PARTS = pytest.mark.parametrize("part", ["whole", "both", "state"])
+
+
+def check_receipts(receipts, part):
+    """Everything arrived; what was named changed, and nothing else."""
+    assert receipts
+    assert all(receipt.landed for receipt in receipts)
+    changed = {
+        receipt.place.partition(" of ")[0]
+        for receipt in receipts
+        if receipt.digest_before != receipt.digest_written
+    }
+    wanted = {"whole": {"cache", "recurrent state"}, "both": {"cache"}}
+    assert changed
+    assert changed <= wanted.get(part, {"recurrent state"})
+
+
+def test_a_planted_difference_is_seen_in_states(planted):
+    """It entered through a shrink, and the first Mamba layer's state is among the first that differ."""
+    assert planted.diff.foreign_root is None
+    assert {(one.step, one.layer) for one in planted.diff.state_differences} >= {(0, 0)}
+
+
+@PARTS
+def test_a_planted_pair_is_rebuilt_and_substituted(engine, planted, part):
+    """Both are rebuilt bit by bit; the other's cache and state, keys and values alone, state alone, arrive."""
+    flip = planted.diff.flip
+    step = 4 if flip is None else max(flip.step, 1)
+    bench = Workbench(planted, engine, target=step)
+    for found in bench.reconstruct():
+        assert found.equal, found.first_mismatch
+    found = bench.screen([CacheEdit(step, part=CachePart(part))])
+    assert str(found.judgement) != "void", found.reasons
+    check_receipts(found.edited.receipts, part)
+
+
+@PARTS
+def test_a_flip_is_judged(engine, pairs, part):
+    """Of vLLM's own kernel: the donor's cache and state is sufficient; parts alone arrive and are judged."""
     pair = pairs[0]
     if pair.diff.flip is None or pair.diff.flip.step == 0:
         pytest.skip("no prompt of three flipped within 80 tokens under vLLM's own kernel")
@@ -144,16 +191,6 @@ def test_what_was_kept_is_substituted(engine, pairs, part):
     verdict = bench.prove([edit], free=False, shams=0)
     assert str(verdict.judgement) not in ("void", "not applicable"), verdict.reasons
     for direction in verdict.directions:
-        receipts = direction.edited.receipts
-        assert receipts
-        assert all(receipt.landed for receipt in receipts)
-        changed = {
-            receipt.place.partition(" of ")[0]
-            for receipt in receipts
-            if receipt.digest_before != receipt.digest_written
-        }
-        wanted = {"whole": {"cache", "recurrent state"}, "both": {"cache"}}
-        assert changed <= wanted.get(part, {"recurrent state"})
-        assert changed
+        check_receipts(direction.edited.receipts, part)
     if part == "whole":
         assert str(verdict.judgement) == "sufficient", verdict.reasons

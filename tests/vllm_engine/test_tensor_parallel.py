@@ -328,30 +328,45 @@ def test_ranks_end_with_a_driver_that_is_killed(bundled, vllm_cpu):
 
 def test_a_rank_that_dies_ends_the_command(bundled, vllm_cpu, tmp_path):
     """Exit code 2, one line that names the rank; what was acknowledged of the trace can be read; nobody is left."""
+    folder = tmp_path / ".pair.partial"  # until the run is complete
     command = [
         sys.executable,
         "-m",
         "fliptrace.command_line.trace_pair",
         *("--model", str(bundled.model), "--adapter", str(bundled.adapter)),
-        *("--engine", "vllm", "--vllm-argument", "tensor_parallel_size=2"),
-        *("--prompt", bundled.prompts[0].text, "--max-new-tokens", "400", "--no-observer-control"),
-        *("--out", str(tmp_path / "pair"), "--quiet"),
+        *("--engine", "vllm", "--vllm-argument", "tensor_parallel_size=2", "--quiet"),
+        *(
+            "--prompt",
+            bundled.prompts[0].text,
+            "--no-observer-control",
+            "--out",
+            str(tmp_path / "pair"),
+        ),
+        # Repeatable, so that candidates follow one another until one of the ranks is killed.
+        *("--reduction", "deterministic:8", "--attempts", "5000"),
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    trace = tmp_path / "pair" / "reference.trace-wal"
-    assert wait_until(lambda: trace.exists() or process.poll() is not None, 120)
-    children = children_of(process.pid)
-    assert len(children) == 2
-    time.sleep(0.5)
-    os.kill(children[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2, errors
-    assert "rank 1 of 2 was ended by SIGKILL" in errors
-    assert len(errors.strip().splitlines()) == 1
+    with (tmp_path / "errors").open("w+") as errors:
+        process = subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL)
+        try:
+            assert wait_until(lambda: list(folder.glob("candidate*.trace")), 120)
+            children = children_of(process.pid)
+            assert len(children) == 2
+            os.kill(children[1], signal.SIGKILL)
+            assert process.wait(60) == 2
+        finally:
+            process.kill()
+        errors.seek(0)
+        said = errors.read()
+    assert "rank 1 of 2 was ended by SIGKILL" in said
+    assert len(said.strip().splitlines()) == 1
     assert not any(map(is_running, children))
-    with ft.open_trace(tmp_path / "pair" / "reference.trace") as read:
-        assert not read.closing.complete
-        assert len(read.steps) >= 1
+    found = {}
+    for path in folder.glob("*.trace"):
+        with ft.open_trace(path) as trace:
+            assert [step.step for step in trace.steps] == list(range(len(trace.steps)))
+            found[trace.closing.complete] = (len(trace.steps), trace.closing.stop_reason)
+    assert found[True][0] > 0
+    assert "rank 1 of 2" in found[False][1]
 
 
 def children_of(process_id):

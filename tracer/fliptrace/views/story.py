@@ -105,7 +105,7 @@ def tell_story(
     search = search_of(diff, reference, candidate)
     ran = (*ran_sentences(reference, candidate), *search_sentences(diff, search))
     dtype = model_dtype(reference)
-    root = root_sentences(diff, tokens, dtype)
+    root = (*root_sentences(diff, tokens, dtype), *_ranks(diff))
     passages = (
         Passage("ran", "What ran", ran),
         Passage("flip", "The flip", _flip(diff), leading=3),
@@ -329,6 +329,15 @@ def _statistics(diff: PairDiff, dtype: str) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def _ranks(diff: PairDiff) -> tuple[str, ...]:
+    """Say of each execution on several ranks whether they agree with one another."""
+    return tuple(
+        f"{name}: {stopped(agreement.sentence)}"
+        for name, agreement in zip(("Reference", "Candidate"), diff.rank_agreement, strict=True)
+        if agreement is not None
+    )
+
+
 def _coverage(
     diff: PairDiff, search: Search | None, interventions: InterventionReport | None
 ) -> tuple[str, ...]:
@@ -343,11 +352,6 @@ def _coverage(
     compared = compared_sentence(search)
     if compared:
         sentences.append(compared)
-    sentences += [
-        f"{name}: {stopped(agreement.sentence)}"
-        for name, agreement in zip(("Reference", "Candidate"), diff.rank_agreement, strict=True)
-        if agreement is not None
-    ]
     sentences += [f"Not observed: {stopped(sentence)}" for sentence in coverage.not_observed]
     sentences += [f"Gap: {stopped(sentence)}" for sentence in coverage.missing[:GAPS_TOLD]]
     if len(coverage.missing) > GAPS_TOLD:

@@ -97,13 +97,13 @@ def load_ranks(
         facts = _facts(group)
         tokenizer = pickle.loads(facts[0]["tokenizer"])  # noqa: S301  (rank 0 is ours)
     except FliptraceError as error:
-        known = bool(group.trouble)
-        if not known:
+        if not group.trouble:
             group.fail("loading failed")
         group.close()
-        if known:
+        where = str(group.log(0).parent)
+        if where in str(error):
             raise
-        raise type(error)(f"{error}; what ranks printed is in {group.log(0).parent}") from error
+        raise type(error)(f"{error}; what ranks printed is in {where}") from error
     except BaseException:
         group.kill()
         group.close()

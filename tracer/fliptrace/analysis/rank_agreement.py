@@ -8,9 +8,9 @@ execution did. Row-parallel ranks hold slices of K and give other shrinks by des
 from __future__ import annotations
 
 from fliptrace.numerics import integer_view
+from fliptrace.ranks import RankAgreement
 from fliptrace.sites import Coordinate, Site
 from fliptrace.trace import Frame, Kind, Trace
-from fliptrace.verdicts import RankAgreement
 
 
 def rank_agreement(trace: Trace, steps: int | None = None) -> RankAgreement | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fliptrace.capture.device_copy import DeviceCopy, find_device_copy
 from fliptrace.capture.engine import RowSlots
 from fliptrace.capture.vllm_engine.cache import PagedLayer
 from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, ShrinkPath, ShrinkRuntime
@@ -32,17 +33,29 @@ Cut = Callable[[Any], Tensor] | None
 class _Item:
     """Something that is seen once in a forward, and the slots that it goes to."""
 
-    __slots__ = ("held", "pieces", "slots")
+    __slots__ = ("_raw", "held", "pieces", "slots")
 
-    def __init__(self, slots: Sequence[int], pieces: Sequence[tuple[Tensor, Cut]]) -> None:
+    def __init__(
+        self,
+        slots: Sequence[int],
+        pieces: Sequence[tuple[Tensor, Cut]],
+        raw: DeviceCopy | None = None,
+    ) -> None:
         self.slots = frozenset(slots)
         self.pieces = tuple(pieces)
         self.held: Any = None
+        self._raw = raw
 
     def copy(self) -> None:
         """Copy what is held into the slots."""
+        raw = self._raw
         for slot, cut in self.pieces:
-            slot.copy_(self.held if cut is None else cut(self.held))
+            held = self.held if cut is None else cut(self.held)
+            alike = held.dtype is slot.dtype and held.nbytes == slot.nbytes
+            if raw is not None and alike and held.is_contiguous():
+                raw(slot.data_ptr(), held)
+            else:
+                slot.copy_(held)
 
 
 class SlotFiller:
@@ -58,6 +71,7 @@ class SlotFiller:
         """Know where everything goes; which tensors may be held is learned in the first forward."""
         self.path = path
         self.slots = slots
+        self._raw_copy = find_device_copy(slots.arena.buffer.device)
         self._layers = tuple(layers)
         self._paged = tuple(paged)
         # The tuples are kept, so that their addresses stay theirs.
@@ -282,13 +296,16 @@ class SlotFiller:
 
     # Where things go ------------------------------------------------------------------------------
 
+    def _item(self, places: Sequence[int], pieces: Sequence[tuple[Tensor, Cut]]) -> _Item:
+        return _Item(places, pieces, self._raw_copy)
+
     def _add_items(self, layer: AdaptedLayer, x: Tensor, y: Any) -> None:
         sites = range(layer.first, layer.first + len(layer.slices))
         wanted = sites if self.slots.every_operand else sites[:1]
         places = [self.slots.operands[site] for site in wanted]
         arena = self.slots.arena
         self._operands.append(
-            _Item(places, [(arena.slots[place].view(x.shape), None) for place in places])
+            self._item(places, [(arena.slots[place].view(x.shape), None) for place in places])
         )
         places = [self.slots.shrinks[site] for site in sites]
         joined = self._joined(places)
@@ -300,14 +317,14 @@ class SlotFiller:
                 (arena.slots[place], _shrink_cut(part.part, self.path.runtime))
                 for place, part in zip(places, layer.slices, strict=True)
             ]
-        self._shrinks.append(_Item(places, pieces))
+        self._shrinks.append(self._item(places, pieces))
 
     def _projection_item(self, layer: AdaptedLayer, y: Tensor) -> _Item:
         places = [self.slots.projections[layer.first + n] for n in range(len(layer.slices))]
         joined = self._joined(places)
         if joined is not None and joined.numel() == y.numel():
-            return _Item(places, [(joined.view(y.shape), None)])
-        return _Item(
+            return self._item(places, [(joined.view(y.shape), None)])
+        return self._item(
             places,
             [
                 (self.slots.arena.slots[place].flatten(), _column_cut(part.columns))
@@ -329,7 +346,7 @@ class SlotFiller:
                 raise RecordingError(
                     f"{self._paged[number].name} caches {list(rows.shape)} in a forward over 1 token"
                 )
-            items.append(_Item([place + offset], pieces))
+            items.append(self._item([place + offset], pieces))
 
     def _joined(self, places: Sequence[int]) -> Tensor | None:
         """View slots that follow one another without padding as one; None where they do not."""

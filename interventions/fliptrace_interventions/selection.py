@@ -225,6 +225,8 @@ class _Resolver:
     def _shrink(self, edit: ShrinkEdit) -> SelectedEdit:
         self._reach(edit.step, edit)
         site = self.sites.get((edit.site, edit.slice))
+        if site is None and edit.slice is None:  # a path alone names its slice, too
+            site = next((one for (path, _), one in self.sites.items() if path == edit.site), None)
         if site is None:
             near = difflib.get_close_matches(edit.site, [path for path, _ in self.sites], n=3)
             example = f"; did you mean {', '.join(near)}" if near else ""

@@ -243,9 +243,9 @@ def test_a_cause_on_one_rank_is_put_in_there(differing, ranks):
         workbench = Workbench(pair, ranks, target=max(target, root.step))
         for found in workbench.reconstruct():
             assert found.equal, found.first_mismatch
-        verdict = workbench.prove(
-            [ShrinkEdit.of_coordinate(root.coordinates[0])], free=False, shams=0
-        )
+        index = root.coordinates[0].coordinate.rank_index
+        edit = ShrinkEdit(root.site.path, root.step, (root.position,), (index,), expect=1)
+        verdict = workbench.prove([edit], free=False, shams=0)
         assert str(verdict.judgement) != "void", verdict.reasons
         for direction in verdict.directions:
             (receipt,) = direction.edited.receipts

@@ -185,12 +185,15 @@ class RankServer:
         telling = self._telling
         telling.capturing, telling.whole_layers = captured, whole_layers
         logits = self.engine.step(token_id)
-        shown = pack(logits) if self.rank == 0 else None
         if captured:
             records, digest, launches, sources = telling.export(logits)
-            return StepResult(shown, digest, records, launches, sources)
+            return StepResult(self._shown(logits), digest, records, launches, sources)
         first, second = digest_rows(logits.unsqueeze(0)).flatten().tolist()
-        return StepResult(shown, (first, second))
+        return StepResult(self._shown(logits), (first, second))
+
+    def _shown(self, logits: torch.Tensor) -> Packed | None:
+        """Pack the logits for the driver, once for all ranks."""
+        return pack(logits) if self.rank == 0 else None
 
     def read_cache(self) -> list[tuple[int, Packed, int, int | None]]:
         """Return this rank's heads of every layer."""
@@ -252,5 +255,4 @@ def _own_rendezvous() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     main()

@@ -7,12 +7,14 @@ means anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fliptrace.capture.engine import Engine
+from fliptrace.capture.engine import Engine, StateTensor
 from fliptrace.judgements import Reconstruction
-from fliptrace.numerics import integer_view
+from fliptrace.numerics import digest_tensor, integer_view
 from fliptrace_interventions.audit import ArmAudit, Expectation
 from fliptrace_interventions.recorded import RecordedExecution
 
@@ -56,6 +58,18 @@ def reconstruct(
     ), forwards
 
 
+def _changed_state(
+    states: Sequence[StateTensor], recorded: RecordedExecution, step: int
+) -> str | None:
+    """Name the first recurrent state that is not the recorded one, by its digest; None when all are."""
+    if not states:
+        return None
+    found = torch.stack([digest_tensor(state.values) for state in states]).cpu()
+    differs = (found != recorded.state_digests(step)).any(1).tolist()
+    names = [f"{state.name} of layer {state.layer}" for state in states]
+    return next((name for name, odd in zip(names, differs, strict=True) if odd), None)
+
+
 class _Replay:
     """An interceptor that hands over the recorded shrink of every site."""
 
@@ -97,10 +111,9 @@ def _replayed_step(
                 f"step {step}: {int(mask.sum())} elements of layer {layer}'s new cache rows differ, first in the "
                 f"{'values' if part else 'keys'} of token position {recorded.positions(step)[row]}"
             )
-    for now, then in zip(states, recorded.state_after(step), strict=True):
-        changed = int((integer_view(now.values) != integer_view(then.values)).sum())
-        if changed:
-            return f"step {step}: {changed} elements of the recurrent state {then.name} of layer {then.layer} differ"
+    changed = _changed_state(states, recorded, step)
+    if changed is not None:
+        return f"step {step}: the recurrent state {changed} differs"
     if state.logits != recorded.logits_digest(step):
         return f"step {step}: the cache rows are equal, but the logits differ"
     return None

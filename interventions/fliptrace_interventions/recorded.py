@@ -19,6 +19,7 @@ from fliptrace.numerics import digest_hex, digest_tensor
 from fliptrace.trace import Frame, Kind, Layout, StepRecord, Trace
 from fliptrace_interventions.digests import digest_tensors
 from fliptrace_interventions.identity import check_trace
+from fliptrace_interventions.replayed_states import replayed_state
 
 #: How many bytes of shrinks are kept per execution; the least recently used steps are read again when needed.
 KEPT_SHRINK_BYTES = 32 * 2**20
@@ -80,6 +81,7 @@ class RecordedExecution:
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._cache_digests: dict[int, dict[int, str]] = {}
         self._fingerprint = ""
+        self._replayed: dict[int, tuple[StateTensor, ...]] = {}
         self._handed_steps: set[int] = set()
         self._handed_cache = False
 
@@ -164,13 +166,41 @@ class RecordedExecution:
         return tuple(layers)
 
     def state_after(self, step: int) -> tuple[StateTensor, ...]:
-        """Return the recurrent state that a step left; empty where the model keeps none."""
+        """Return the recurrent state that a step left; empty where the model keeps none.
+
+        Where the trace holds its digests alone, the steps since the last whole state are replayed on the engine, whose
+        cache is then another; what comes of it must have the recorded digests.
+
+        Raises:
+            InputError: it has others, so that this machine does not compute what was recorded.
+        """
         if not self._engine.state_keys:
             return ()
-        frame = self._frame(step, Kind.STATE)
+        frame = self.trace.frame(self.step(step).step, Kind.STATE)
+        if frame is None:
+            if step not in self._replayed:
+                self._replayed = {step: replayed_state(self._engine, self, step)}
+            return tuple(
+                StateTensor(state.layer, state.name, self._copy(state.values))
+                for state in self._replayed[step]
+            )
         return tuple(
             StateTensor(layer, name, frame.tensor(state_key(layer, name)).to(self._engine.device))
             for layer, name in self._engine.state_keys
+        )
+
+    def state_digests(self, step: int) -> Tensor:
+        """Return the digests of the recurrent state that a step left, int64 [states, 2], on the host."""
+        frame = self.trace.frame(self.step(step).step, Kind.STATE)
+        if frame is not None and frame.digests is not None:
+            return frame.digests
+        held = self._frame(step, Kind.STATE_DIGEST)
+        return torch.cat([held.tensor(number) for number in range(len(held.layout.entries))])
+
+    def last_whole_state(self, step: int) -> int:
+        """Return the last step up to this one whose recurrent state the trace holds whole."""
+        return next(
+            at for at in range(step, -1, -1) if self.trace.frame(at, Kind.STATE) is not None
         )
 
     def state_before(self, step: int) -> tuple[StateTensor, ...]:
@@ -214,6 +244,7 @@ class RecordedExecution:
                 Kind.OPERAND,
                 Kind.CACHE,
                 Kind.STATE,
+                Kind.STATE_DIGEST,
                 Kind.LOGITS_DIGEST,
             ):
                 for frame in self.trace.source.frames(kind):

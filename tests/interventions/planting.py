@@ -56,8 +56,19 @@ class Nudge:
         return hand_over
 
 
-def record(engine, prompt, path, nudge=None, *, tokens=TOKENS, reduction="unsplit", seed=None):
+def record(
+    engine,
+    prompt,
+    path,
+    nudge=None,
+    *,
+    tokens=TOKENS,
+    reduction="unsplit",
+    seed=None,
+    options=None,
+):
     """Record one execution into a file."""
+    options = options or RecorderOptions()
     run = Run(
         engine=engine,
         prompt=Prompt(tuple(prompt), "", False, "test"),
@@ -67,9 +78,9 @@ def record(engine, prompt, path, nudge=None, *, tokens=TOKENS, reduction="unspli
     )
     with (
         engine.reducing(reduction, seed),
-        TraceWriter(path, manifest_of(run, RecorderOptions(), 0)) as writer,
+        TraceWriter(path, manifest_of(run, options, 0)) as writer,
     ):
-        recorder = Recorder(engine, writer, RecorderOptions())
+        recorder = Recorder(engine, writer, options)
         hand_over = nudge.interceptor(engine) if nudge else (lambda site, operand, z: z)
         with engine.observed(recorder), engine.intercepted(hand_over):
             execution = generate(

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from fliptrace.capture.recorder import RecorderOptions
 from fliptrace.errors import InputError
 from fliptrace.judgements import Judgement
 from fliptrace.numerics import integer_view
@@ -49,20 +50,17 @@ def test_reconstruction_compares_states(bench, plant, monkeypatch):
     """All states come out of token ids and shrinks alone; one flipped bit in a recorded one is found and named."""
     for found in bench.reconstruct():
         assert (found.equal, found.first_mismatch, found.restored_start) == (True, None, True)
-    whole = RecordedExecution.state_after
+    whole = RecordedExecution.state_digests
 
     def spoiled(self, step):
-        states = whole(self, step)
+        digests = whole(self, step).clone()
         if step == 1:
-            integer_view(states[3].values)[2, 3, 4] ^= 1
-        return states
+            digests[3, 0] ^= 1
+        return digests
 
-    monkeypatch.setattr(RecordedExecution, "state_after", spoiled)
+    monkeypatch.setattr(RecordedExecution, "state_digests", spoiled)
     for found in Workbench(plant.pair, plant.engine).reconstruct():
-        assert (
-            found.first_mismatch
-            == "step 1: 1 elements of the recurrent state ssm of layer 3 differ"
-        )
+        assert found.first_mismatch == "step 1: the recurrent state ssm of layer 3 differs"
 
 
 def test_states_before_a_step_are_those_the_step_before_left(bench):
@@ -214,3 +212,53 @@ def test_a_cause_in_a_mixers_projection_is_sufficient(bench, plant):
     """The planted coordinate alone, wherever it lies, gives the donor's token through rows and states."""
     found = bench.screen([ShrinkEdit.of_coordinate(plant.cause)])
     assert found.judgement is Judgement.SUFFICIENT, found.reasons
+
+
+@pytest.fixture(scope="module")
+def sparse(plant, planting, tmp_path_factory):
+    """The planted pair again, with whole states in every third step only."""
+    folder = tmp_path_factory.mktemp("sparse")
+    return planting.record_pair(
+        plant.engine, plant.prompt, folder, plant.nudge, options=RecorderOptions(state_every=3)
+    )
+
+
+def test_states_between_are_replayed(plant, bench, sparse):
+    """Digests at every step, states at some: those between come out of shrinks, bit by bit, and verdicts are equal."""
+    frames = [step.frames for step in sparse.reference.steps]
+    assert ["state" in kinds for kinds in frames[:5]] == [True, False, False, True, False]
+    assert ["state_digest" in kinds for kinds in frames[:5]] == [False, True, True, False, True]
+    workbench = Workbench(sparse, plant.engine, shams=0)
+    for step in range(plant.step + 1):
+        for now, then in zip(
+            workbench.candidate.state_after(step), bench.candidate.state_after(step), strict=True
+        ):
+            assert torch.equal(integer_view(now.values), integer_view(then.values))
+    for found in workbench.reconstruct():
+        assert (found.equal, found.restored_start) == (True, True)
+    for part in (CachePart.WHOLE, CachePart.STATE):
+        edit = [CacheEdit(plant.step, part=part)]
+        one, other = (each.prove(edit, free=False, shams=0) for each in (workbench, bench))
+        assert one.judgement == other.judgement
+        assert [r.edited.receipts for r in one.directions] == [
+            r.edited.receipts for r in other.directions
+        ]
+
+
+def test_digests_alone_are_compared_too(plant, sparse):
+    """The comparison finds the same steps, layers and names, and counts where whole states are at hand."""
+    dense, found = plant.pair.diff.state_differences, sparse.diff.state_differences
+    assert [(one.step, one.layer, one.name) for one in found] == [
+        (one.step, one.layer, one.name) for one in dense
+    ]
+    for one, other in zip(found, dense, strict=True):
+        assert one.differing == (other.differing if one.step % 3 == 0 else None)
+    assert sparse.diff.foreign_root == plant.pair.diff.foreign_root
+
+
+def test_a_replay_that_gives_other_states_is_refused(plant, sparse, monkeypatch):
+    """A machine that computes other states than were recorded is told so, by step."""
+    recorded = Workbench(sparse, plant.engine).reference
+    monkeypatch.setattr(RecordedExecution, "state_digests", lambda self, step: torch.zeros(4, 2))
+    with pytest.raises(InputError, match="after step 2 by its digests alone; replayed from step 0"):
+        recorded.state_after(2)

@@ -43,10 +43,11 @@ class Kind(StrEnum):
     SHRINK: z = x·Aᵀ, FP32 [T, R]. OPERAND: row digests of the shrink's input x, int64 [T, 2]. OPERAND_VALUES: x itself,
     [T, K]. PROJECTION: row digests of the LoRA layer's output, int64 [T, 2]. CACHE: the key and value rows written in
     this step, [2, T, kv_heads, head_dim], one record per cache layer. STATE: the recurrent state after this step,
-    whole, one record per tensor of a layer. LOGITS_TOP: the largest logits of the last row, [64]; LOGITS_TOP_IDS: their
-    token ids, int64 [64]; LOGITS_DIGEST: int64 [1, 2]; LOGITS_FULL: [vocabulary], where kept. MODULE_INPUT and
-    MODULE_OUTPUT: row digests around every module; OPERATION_INPUT and OPERATION_OUTPUT: row digests around every
-    functional operation, attention included, both int64 [rows, 2].
+    whole, one record per tensor of a layer; STATE_DIGEST: its digest, int64 [1, 2], in steps that keep no more of it.
+    LOGITS_TOP: the largest logits of the last row, [64]; LOGITS_TOP_IDS: their token ids, int64 [64]; LOGITS_DIGEST:
+    int64 [1, 2]; LOGITS_FULL: [vocabulary], where kept. MODULE_INPUT and MODULE_OUTPUT: row digests around every
+    module; OPERATION_INPUT and OPERATION_OUTPUT: row digests around every functional operation, attention included,
+    both int64 [rows, 2].
     """
 
     SHRINK = "shrink"
@@ -55,6 +56,7 @@ class Kind(StrEnum):
     PROJECTION = "projection"
     CACHE = "cache"
     STATE = "state"
+    STATE_DIGEST = "state_digest"
     LOGITS_TOP = "logits_top"
     LOGITS_TOP_IDS = "logits_top_ids"
     LOGITS_DIGEST = "logits_digest"

@@ -200,16 +200,17 @@ class CacheDifference:
 class StateDifference:
     """How many elements of one tensor of a layer's recurrent state differ after a step.
 
-    There is no rounding boundary to tell of: the state is kept in ``dtype``, and each differing element is real.
+    There is no rounding boundary to tell of: the state is kept in ``dtype``, and each differing element is real. Where
+    a step's digests alone were kept it is known that some element differs, and the other numbers are None.
     """
 
     layer: int
     step: int
     name: str
-    differing: int
-    elements: int
-    dtype: str
-    largest: float
+    differing: int | None
+    elements: int | None
+    dtype: str | None
+    largest: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class CoverageLedger:
             )
         if Kind.CACHE not in self._kinds:
             yield "Key and value rows were not recorded in both traces."
-        if Kind.STATE not in self._kinds and keeps_state:
+        if not {Kind.STATE, Kind.STATE_DIGEST} & self._kinds and keeps_state:
             yield "The recurrent state of this model's layers was not recorded in both traces."
         if not {Kind.LOGITS_DIGEST, Kind.LOGITS_FULL} & self._kinds:
             yield "Logits beyond the largest were not recorded in both traces."

@@ -128,7 +128,9 @@ def _differing_states(step: StepEvidence) -> dict[Node, DifferingRecord]:
             "layer": layer,
             "record": "state",
             "coordinate_class": SURVIVING,
-            "magnitude": float(states.magnitudes[numbers].max()) if states else None,
+            "magnitude": float(states.magnitudes[numbers].max())
+            if states and states.whole
+            else None,
             "positions": (),
         }
         found[node] = DifferingRecord(node, ONE_ROW, attributes)

@@ -213,11 +213,11 @@ class StepReader:
         if before is not None and after is not None:
             pair = self.pair(before, after)
             evidence.cache = read_cache(pair, before, after, rows, Kind.CACHE in differing)
-        before, after = reference.get(Kind.STATE), candidate.get(Kind.STATE)
-        if before is not None and after is not None:
-            evidence.states = read_states(
-                self.pair(before, after), before, after, Kind.STATE in differing
-            )
+        for kind in (Kind.STATE, Kind.STATE_DIGEST):
+            before, after = reference.get(kind), candidate.get(kind)
+            if before is not None and after is not None:
+                pair = self.pair(before, after)
+                evidence.states = read_states(pair, before, after, kind in differing)
         evidence.modules = read_modules(self._layouts, reference, candidate, rows)
         per_row = evidence.elements.unsqueeze(1) * evidence.observed
         evidence.element_count = int(per_row.sum())

@@ -126,7 +126,7 @@ class ForeignSearch:
             name = next(
                 name
                 for number, (of, name) in enumerate(states.places)
-                if of == layer and (bool(states.counts[number]) or number in states.unpaired)
+                if of == layer and (bool(states.differs[number]) or number in states.unpaired)
             )
             feeding = (
                 "its input projection and the state before it are equal: the convolution or the scan gave another "

@@ -17,7 +17,7 @@ from fliptrace.analysis.align import LayoutPair, group_tensor
 from fliptrace.analysis.frame_rows import element_count, magnitude
 from fliptrace.numerics import integer_view
 from fliptrace.sites import Site
-from fliptrace.trace import Frame
+from fliptrace.trace import Frame, Kind
 from fliptrace.verdicts import StateDifference
 
 #: Last names of the projections from which a layer makes its state.
@@ -30,14 +30,17 @@ class StateEvidence:
 
     Attributes:
         places: (layer, name) of every tensor of the reference.
-        counts: differing elements, int64 [N]; magnitudes: largest |difference|, float32 [N].
+        differs: bool [N]; counts: differing elements, int64 [N]; magnitudes: largest |difference|, float32 [N].
+        whole: the tensors were kept; else their digests alone, which count and measure nothing.
         elements: of every tensor; dtypes likewise.
         unpaired: places of tensors that the candidate lacks or has in another shape.
     """
 
     places: tuple[tuple[int, str], ...]
+    differs: Tensor
     counts: Tensor
     magnitudes: Tensor
+    whole: bool
     elements: tuple[int, ...]
     dtypes: tuple[str, ...]
     unpaired: tuple[int, ...] = ()
@@ -50,18 +53,18 @@ class StateEvidence:
                 layer=layer,
                 step=step,
                 name=name,
-                differing=int(self.counts[number]),
-                elements=self.elements[number],
-                dtype=self.dtypes[number],
-                largest=float(self.magnitudes[number]),
+                differing=int(self.counts[number]) if self.whole else None,
+                elements=self.elements[number] if self.whole else None,
+                dtype=self.dtypes[number] if self.whole else None,
+                largest=float(self.magnitudes[number]) if self.whole else None,
             )
             for number, (layer, name) in enumerate(self.places)
-            if self.counts[number]
+            if self.differs[number]
         )
 
 
 def read_states(pair: LayoutPair, before: Frame, after: Frame, differs: bool) -> StateEvidence:
-    """Compare the state frames of one step.
+    """Compare the state frames of one step, whole or digests.
 
     Args:
         pair: their layouts, paired.
@@ -72,8 +75,10 @@ def read_states(pair: LayoutPair, before: Frame, after: Frame, differs: bool) ->
     entries = before.layout.entries
     states = StateEvidence(
         places=tuple(state_place(entry.key) for entry in entries),
+        differs=torch.zeros(len(entries), dtype=torch.bool),
         counts=torch.zeros(len(entries), dtype=torch.int64),
         magnitudes=torch.zeros(len(entries)),
+        whole=before.kind is Kind.STATE,
         elements=tuple(element_count(entry.shape) for entry in entries),
         dtypes=tuple(entry.dtype for entry in entries),
         unpaired=(*pair.only_reference, *(one for one, _ in pair.reshaped)),
@@ -86,10 +91,13 @@ def read_states(pair: LayoutPair, before: Frame, after: Frame, differs: bool) ->
             for frame, places in ((before, group.rows), (after, group.columns))
         )
         different = integer_view(one) != integer_view(other)
+        states.differs[group.places] = different.any(1)
+        if not states.whole:
+            continue
         states.counts[group.places] = different.sum(1)
         distances = torch.where(different, magnitude(one, other), 0.0)
         states.magnitudes[group.places] = distances.amax(1)
-    unequal = [number for number, count in enumerate(states.counts.tolist()) if count]
+    unequal = [number for number, differs in enumerate(states.differs.tolist()) if differs]
     layers = [states.places[number][0] for number in (*unequal, *states.unpaired)]
     states.differing_layers = tuple(sorted(set(layers)))
     return states

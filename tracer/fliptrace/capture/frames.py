@@ -34,14 +34,20 @@ def logits_frames(step: int, values: Tensor, ids: Tensor, digest: Tensor) -> lis
     ]
 
 
-def state_frame(step: int, states: Sequence[StateTensor], digests: Tensor) -> Frame:
+def state_frame(
+    step: int, states: Sequence[StateTensor], digests: Tensor, *, whole: bool = True
+) -> Frame:
     """Build the frame of the recurrent state after a step.
 
     Args:
         step: its number.
         states: copies, on any device.
         digests: int64 [states, 2], taken where the tensors lie.
+        whole: keep the tensors; else the digests alone.
     """
+    if not whole:
+        entries = tuple(LayoutEntry(state.key, "int64", (1, 2)) for state in states)
+        return Frame(step, Kind.STATE_DIGEST, Layout(entries), tensor_bytes(digests.cpu()))
     layout = Layout(
         tuple(
             LayoutEntry(state.key, dtype_name(state.values.dtype), tuple(state.values.shape))

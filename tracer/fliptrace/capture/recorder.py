@@ -54,6 +54,7 @@ class RecorderOptions:
     Attributes:
         operands: keep the shrinks' inputs whole, not as digests only.
         modules: digests around every module and functional operation.
+        state_every: keep recurrent state whole in every so many steps, the prefill first; its digests in the others.
         full_logits: keep every step's logits whole; else only where the two best are NEAR_TIE_ULP or closer.
         redaction_key: when given, token ids are stored as keyed hashes and no logits are kept whole.
     """
@@ -61,6 +62,7 @@ class RecorderOptions:
     operands: bool = False
     modules: bool = False
     full_logits: bool = False
+    state_every: int = 1
     redaction_key: bytes | None = field(default=None, repr=False)
 
     def describe(self) -> dict[str, object]:
@@ -72,6 +74,7 @@ class RecorderOptions:
             if self.full_logits
             else f"64 largest, whole where the top two are within {NEAR_TIE_ULP} ULP",
             "cache_check_steps": CACHE_CHECK_STEPS,
+            **({} if self.state_every == 1 else {"state_every": self.state_every}),
             "redacted": self.redaction_key is not None,
         }
 
@@ -240,7 +243,9 @@ class Recorder:
         def assemble() -> tuple[StepRecord, list[Frame]]:
             frames = captured.frames(step, launches)
             if states:
-                frames.append(state_frame(step, states, torch.stack(state_digests)))
+                whole_states = step % self.options.state_every == 0
+                digests = torch.stack(state_digests)
+                frames.append(state_frame(step, states, digests, whole=whole_states))
             if self.options.redaction_key is not None:
                 frames = [self._redacted(frame) for frame in frames]
             if whole_logits is not None:

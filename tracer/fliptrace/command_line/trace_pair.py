@@ -197,6 +197,14 @@ def trace_pair(
         LogitsName,
         typer.Option(help="Steps whose logits are kept whole.", rich_help_panel=RECORDING),
     ] = LogitsName.NEAR_TIES,
+    state_every: Annotated[
+        int,
+        typer.Option(
+            help="Hybrid models: keep recurrent state whole every so many steps, and digests of it in the others.",
+            metavar="STEPS",
+            rich_help_panel=RECORDING,
+        ),
+    ] = 1,
     redact: Annotated[
         bool,
         typer.Option(
@@ -252,6 +260,7 @@ def trace_pair(
         full_logits=logits is LogitsName.ALL,
         redact=redact,
         observer_control=not no_observer_control,
+        state_every=state_every,
     )
     settings.check()
     require_new(out)

@@ -159,6 +159,7 @@ def recorder_options(run: Run) -> RecorderOptions:
         operands=settings.operands,
         modules=settings.modules,
         full_logits=settings.full_logits,
+        state_every=settings.state_every,
         redaction_key=run.key,
     )
 

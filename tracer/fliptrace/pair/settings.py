@@ -23,6 +23,8 @@ class PairSettings:
         operands: keep the shrinks' inputs whole.
         modules: record every module and functional operation.
         full_logits: keep all logits whole.
+        state_every: keep recurrent state whole in every so many steps, and digests of it in the others; interventions
+            replay the steps in between.
         redact: keep text and token ids out of the traces; whoever has the model can still work them out from the
             values of its first layer.
         observer_control: run the recorded-against-unrecorded control first.
@@ -39,6 +41,7 @@ class PairSettings:
     full_logits: bool = False
     redact: bool = False
     observer_control: bool = True
+    state_every: int = 1
 
     def check(self) -> None:
         """Refuse settings that mean nothing.
@@ -50,9 +53,14 @@ class PairSettings:
             ("attempts", self.attempts),
             ("max new tokens", self.max_new_tokens),
             ("seed", self.seed),
+            ("state_every", self.state_every),
         ):
             if not isinstance(number, int):
                 raise InputError(f"{what} must be a whole number; got {number!r}")
+        if self.state_every < 1:
+            raise InputError(
+                f"recurrent state is kept whole every so many steps, at least 1; got state_every={self.state_every}"
+            )
         if self.attempts < 1:
             raise InputError(f"attempts must be at least 1; got {self.attempts}")
         if self.max_new_tokens < 1:

@@ -87,6 +87,8 @@ def _state_sentences(diff: PairDiff) -> tuple[str, ...]:
         f"Layer {entry.layer}, recurrent state {entry.name} ({entry.dtype}) after {_the(step)}: "
         f"{count(entry.differing, 'element')} of {entry.elements:,} "
         f"{wording.verb(entry.differing, 'differ')}."
+        if entry.differing is not None
+        else f"Layer {entry.layer}, recurrent state {entry.name} after {_the(step)}: its digests differ."
         for entry in here[:NAMED_LAYERS]
     ]
     layers, steps = ({getattr(one, name) for one in differences} for name in ("layer", "step"))

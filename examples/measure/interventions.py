@@ -189,8 +189,12 @@ def run_both(options: argparse.Namespace) -> int:
     end = time.perf_counter() + 60 * options.minutes
     engine = load_engine(options.model, options.adapter, options)
     record(engine, options)
-    options.pairs = sorted(options.folder.iterdir())
-    options.budget_minutes = max(0.0, (end - time.perf_counter()) / 60 / max(1, len(options.pairs)))
+    options.pairs = sorted(options.folder.iterdir()) if options.folder.exists() else []
+    left = (end - time.perf_counter()) / 60
+    if left <= 0 or not options.pairs:
+        _say(f"{len(options.pairs)} pairs were recorded, and {max(left, 0):.1f} minutes are left")
+        return 1
+    options.budget_minutes = left / len(options.pairs)
     return investigate_all(engine, options)
 
 

@@ -4,8 +4,8 @@
     python examples/measure/counterparts.py pack FOLDER NAME     keeps a study's rows as results/NAME.jsonl.gz
 
 A section whose rows are not there is left out. Rows that a study wrote (`pack`) go before those of earlier scripts.
-Their names: h200-study-repeat-16, -repeat-32, -decide, -replay, -batch, -latency-16 and -latency-32. The paper's
-numbers are those of arXiv:2611.10334v1.
+Their names: h200-study-repeat-16, -repeat-32, -decide, -replay, -batch, -batch-vary, -latency-16, -latency-32 and
+-invariant-cost. The paper's numbers are those of arXiv:2611.10334v1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from counterpart_beyond import arrangements, first_modules, invariance_costs
 from counterpart_rows import NOTHING, pack, percent, prose, rows_of, table
 from counterpart_tables import batches, decisions, repetitions
 
@@ -272,6 +273,9 @@ SECTIONS: dict[str, Callable[[Path], list[str]]] = {
     "Table 3: batch sizes": batches,
     "Table 4: latency": latencies,
     "Figure 6: throughput": throughputs,
+    "Beyond the paper: order, neighbours, prefixes": arrangements,
+    "Beyond the paper: what first depends on the batch": first_modules,
+    "Beyond the paper: what batch invariance costs": invariance_costs,
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from counterpart_rows import NOTHING, prose, rows_of, table
+from counterpart_tables import changed_by_arm
 
 from fliptrace.studies import batch_comparisons
 from fliptrace.studies.statistics import paired_ratio
@@ -17,22 +18,10 @@ def arrangements(results: Path) -> list[str]:
     rows = rows_of(results, "h200-study-batch-vary")
     if not rows:
         return []
-    compared = list(batch_comparisons.comparisons_of(rows))
-    kinds = [kind for kind in batch_comparisons.KINDS if any(one.kind == kind for one in compared)]
-    lines = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        cells = []
-        for kind in kinds:
-
-            def wanted(
-                each: batch_comparisons.BatchComparison, arm: str = arm, kind: str = kind
-            ) -> bool:
-                return (each.arm, each.kind) == (arm, kind)
-
-            cells.append(str(batch_comparisons.counted(compared, wanted).changed))
-        lines.append((f"`{arm}`", *cells))
+    kinds = (batch_comparisons.REPETITION, *batch_comparisons.VARIATIONS[:2])
+    kinds += batch_comparisons.PREFIXES
     return [
-        *table(("", *kinds), lines),
+        *table(("", *kinds), changed_by_arm(rows, kinds)),
         *prose(
             "`trace-study batch`, SmolLM2, rank 16, 64 GSM8K prompts in batches of 32, 150 tokens each: outputs that",
             "changed against the first pass, when the same batches run again, when their order or their neighbours",

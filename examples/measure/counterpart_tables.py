@@ -200,15 +200,9 @@ def decisions(results: Path) -> list[str]:
     ]
 
 
-def batches(results: Path) -> list[str]:
-    """Table 3: batch sizes."""
-    rows = rows_of(results, "h200-study-batch")
+def changed_by_arm(rows: Sequence[Any], kinds: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a line per engine: outputs of a batch study that changed, by kind of comparison."""
     compared = list(batch_comparisons.comparisons_of(rows))
-    kinds = (
-        batch_comparisons.REPETITION,
-        batch_comparisons.AGAINST_ALONE,
-        batch_comparisons.AGAINST_SMALLER,
-    )
     lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         cells = []
@@ -221,6 +215,19 @@ def batches(results: Path) -> list[str]:
 
             cells.append(str(batch_comparisons.counted(compared, wanted).changed))
         lines.append((f"`{arm}`", *cells))
+    return lines
+
+
+def batches(results: Path) -> list[str]:
+    """Table 3: batch sizes."""
+    lines = changed_by_arm(
+        rows_of(results, "h200-study-batch"),
+        (
+            batch_comparisons.REPETITION,
+            batch_comparisons.AGAINST_ALONE,
+            batch_comparisons.AGAINST_SMALLER,
+        ),
+    )
     if not lines:
         return []
     header = ("", "fixed batch, repeated", "across, against batch 1", "between larger batches")

@@ -18,14 +18,18 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from fliptrace.capture.engine import CacheLayer, ConsumptionAudit, Observer, StateTensor
 from fliptrace.capture.transformers_engine.state import (
+    IS_ASKED_FOR,
     STATE_ALONE,
     STATE_AND_KEYS,
     StateShape,
+    read_state,
     state_name,
     write_state,
 )
 from fliptrace.errors import InputError, UnsupportedModelError
 
+#: Under which name a model's forward takes its cache: of today, before that, and before that for Mamba.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 #: What keeps keys and values; what keeps nothing, new in transformers 5.
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, *STATE_AND_KEYS)
 _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -68,6 +72,20 @@ class ObservableCache(DynamicCache):
         """Return the state that a layer goes on from; see transformers.Cache.get_recurrent_state."""
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return self._shown(layer_idx, state_name("ssm", state_idx), found)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, *arguments: Any, **keywords: Any
+    ) -> bool:
+        """Say whether a layer has a state; see transformers.Cache.has_previous_state.
+
+        Before transformers 5.24 a layer asks this, and then takes the state without asking.
+        """
+        found = bool(super().has_previous_state(layer_idx, *arguments, **keywords))
+        if found and layer_idx is not None and self.audit is not None and not IS_ASKED_FOR:
+            for state in read_state(self):
+                if state.layer == layer_idx:
+                    self.audit.state_consumed(layer_idx, state.name, state.values)
+        return found
 
     def _shown(self, layer: int, name: str, values: Tensor | None) -> Tensor | None:
         if self.audit is not None and values is not None:

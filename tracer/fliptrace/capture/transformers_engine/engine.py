@@ -20,6 +20,7 @@ from fliptrace.capture.engine import (
 from fliptrace.capture.environment import describe_environment
 from fliptrace.capture.reductions import choose_reduction, describe_reduction
 from fliptrace.capture.transformers_engine.cache import (
+    CACHE_ARGUMENTS,
     CacheRow,
     ObservableCache,
     new_cache,
@@ -68,8 +69,9 @@ class TransformersEngine:
         self.runtime.site_count = len(self._shrinks)
         self._sites = tuple(Site.from_path(path) for path, _ in self._layers)
         self._cache: ObservableCache | None = None
-        self._cache_argument = (
-            "cache" if forward_accepts(self.model, "cache") else "past_key_values"
+        self._cache_argument = next(
+            (name for name in CACHE_ARGUMENTS if forward_accepts(self.model, name)),
+            "past_key_values",
         )
         self._keep_last = (
             {"logits_to_keep": 1} if forward_accepts(self.model, "logits_to_keep") else {}

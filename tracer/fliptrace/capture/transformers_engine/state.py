@@ -7,6 +7,7 @@ whole at every step, changed in place by the next, and lie beside the keys and v
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,12 @@ from fliptrace.errors import InputError
 
 
 def _kinds(*names: str) -> tuple[type, ...]:
-    """Return the cache layers of these names; none where layers take their state without asking the cache for it.
-
-    A state that nobody is asked for could not be shown to an audit; such a transformers is older than 5.24.
-    """
-    if not hasattr(DynamicCache, "get_recurrent_state"):
-        return ()
-    return tuple(getattr(cache_utils, name) for name in names)
+    """Return the cache layers of these names; none where this transformers keeps states in another form."""
+    found = [getattr(cache_utils, name, None) for name in names]
+    known = [kind for kind in found if kind is not None]
+    return tuple(
+        kind for kind in known if "number_of_states" in inspect.signature(kind.__init__).parameters
+    )
 
 
 #: Layers of recurrent state alone, and those that keep keys and values, too.
@@ -34,6 +34,8 @@ STATE_ALONE = _kinds("LinearAttentionLayer")
 STATE_AND_KEYS = _kinds(
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"
 )
+#: Whether layers ask the cache for the state that they go on from (5.24), or only whether there is one.
+IS_ASKED_FOR = hasattr(DynamicCache, "get_recurrent_state")
 _CONV, _SSM = "conv", "ssm"
 
 

@@ -46,6 +46,7 @@ def repeat_row(reduction, prompt, repetition, tokens, logits, correct):
         "repetition": repetition,
         "token_ids": tokens,
         "selected_logits": logits,
+        "margins": [1.0, 0.0 if tokens[-1] == 3 else 0.5],
         "ties": 1,
         "answer": str(tokens[-1]),
         "correct": correct,
@@ -67,9 +68,20 @@ def test_repetitions(script, tmp_path):
     page = script.page(tmp_path)
     cells = line_of(page, "| 16 | `atomic:8/32`")
     assert [cell.partition(" (")[0] for cell in cells] == [
-        *("16", "`atomic:8/32`", "1 of 2", "1 of 2", "1 of 3", "1", "1, 0", "2 of 2", "50 %")
+        *(
+            "16",
+            "`atomic:8/32`",
+            "1 of 2",
+            "1 of 2",
+            "1 of 3",
+            "1",
+            "1, 0",
+            "2 of 2",
+            "1 of 1",
+            "50 %",
+        )
     ]
-    assert "change outputs more often" in page
+    assert "Intervals around the paper's 17.30 %: rank 16 `atomic:8/32`." in " ".join(page.split())
     assert "changed 1 of 1 outputs" in " ".join(page.split())
 
 
@@ -102,9 +114,10 @@ def test_decisions_and_batches(script, tmp_path):
     keep(script, tmp_path, "h200-study-batch", rows)
     page = script.page(tmp_path)
     cells = [cell.partition(" (")[0] for cell in line_of(page, "| `unsplit/64`")]
-    assert cells == ["`unsplit/64`", "1 of 2", "0.25, 0.5", "1 of 2", "1 of 1", "1 of 1"]
+    assert cells == ["`unsplit/64`", "1 of 2", "0.25, 0.5", "1 of 2", "1 of 1", "1 of 1", "0 of 1"]
+    assert "here 0 of 1 flips have 0.5" in " ".join(page.split())
     cells = [cell.partition(" (")[0] for cell in line_of(page, "| `local:32/32`")]
-    assert cells == ["`local:32/32`", "0 of 4", "1 of 2", "nothing compared"]
+    assert cells == ["`local:32/32`", "0 of 4", "1 of 2", "2: 1 of 2", "nothing compared"]
 
 
 def test_latencies_pair_rounds(script, tmp_path):

@@ -136,6 +136,8 @@ class ArmAudit:
             states: the engine's recurrent state after the step.
         """
         step = self._step
+        # Between two steps a state may be replayed on the engine, which must not reach what is returned here.
+        self._step = StepAudit()
         unknown = torch.zeros(2, dtype=torch.int64, device=logits.device)
         kept = {number: state.values for number, state in enumerate(states)}
         residual, rows, recurrent, last = torch.stack(

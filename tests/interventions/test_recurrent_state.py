@@ -262,3 +262,13 @@ def test_a_replay_that_gives_other_states_is_refused(plant, sparse, monkeypatch)
     monkeypatch.setattr(RecordedExecution, "state_digests", lambda self, step: torch.zeros(4, 2))
     with pytest.raises(InputError, match="after step 2 by its digests alone; replayed from step 0"):
         recorded.state_after(2)
+
+
+def test_what_is_computed_between_two_steps_is_nobodys():
+    """Rows of a state that is replayed after a step are not taken for those that the step wrote."""
+    audit, rows = ArmAudit(), torch.ones(2, 1, 4)
+    audit.begin(Expectation(3, 1))
+    audit.cache_consumed(1, rows, rows)
+    arrived, _ = audit.finish(torch.zeros(8))
+    audit.cache_consumed(1, 2 * rows, rows)
+    assert torch.equal(arrived.rows[1], torch.ones(2, 1, 2, 4))

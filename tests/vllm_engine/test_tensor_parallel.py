@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,11 +14,18 @@ import pytest
 import torch
 
 import fliptrace as ft
+from fliptrace.capture.decoding import choose
 from fliptrace.capture.interception import checked_replacement
+from fliptrace.capture.recorder import Recorder, RecorderOptions
+from fliptrace.capture.vllm_engine.tensor_parallel.conversation import Conversation
+from fliptrace.capture.vllm_engine.tensor_parallel.messages import Command
+from fliptrace.capture.vllm_engine.tensor_parallel.processes import RankGroup
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
+from fliptrace.manifest import Manifest
 from fliptrace.numerics import integer_view
 from fliptrace.sites import Site
-from fliptrace.store import TraceReader
+from fliptrace.store import TraceReader, TraceWriter
+from fliptrace.trace import Closing
 from fliptrace.views.story import tell_story
 from fliptrace_interventions import ShrinkEdit, Workbench
 
@@ -300,6 +308,55 @@ def test_an_observer_that_fails_leaves_the_ranks_alive(engine, ids, generate):
     with pytest.raises(RecordingError, match="start"):
         engine.step()
     assert len(generate(engine, ids, 3)[0]) == 3
+
+
+def test_an_interceptor_may_come_and_go_while_steps_are_recorded(engine, ids, tmp_path):
+    """Steps are told record by record while it is there and kept by the ranks before and after it: the same frames."""
+    frames = []
+    for passing in (False, True):
+        path = tmp_path / f"{passing}.trace"
+        with TraceWriter(path, Manifest(engine.describe())) as writer:
+            recorder = Recorder(engine, writer, RecorderOptions())
+            with engine.observed(recorder):
+                engine.start(ids)
+                token = None
+                for step in range(5):
+                    with contextlib.ExitStack() as stack:
+                        if passing and step == 2:
+                            stack.enter_context(engine.intercepted(lambda _, __, z: z))
+                        logits = engine.step(token)
+                    choice = choose(logits, step)
+                    recorder.complete_step(step, choice, logits)
+                    token = choice.token
+            recorder.finish()
+            writer.close(Closing(complete=True, stop_reason="max new tokens", steps=5))
+        with TraceReader(path) as trace:
+            frames.append(
+                [
+                    (step, kind, bytes(frame.payload))
+                    for step in range(5)
+                    for kind, frame in trace.step_frames(step).items()
+                ]
+            )
+    assert frames[0] == frames[1]
+
+
+def test_a_command_that_is_interrupted_ends_the_ranks(bundled, vllm_cpu):
+    """What a rank would say next answers nothing any more, whether one was asked or all."""
+    for interrupted in ("one", "all_of"):
+        group = RankGroup(2, {"model": "", "adapter": "", "device": "cpu", "arguments": {}})
+        talk = Conversation(group)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        group.send = interrupt
+        arguments = (1, Command("describe")) if interrupted == "one" else (Command("describe"),)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(talk, interrupted)(*arguments)
+        assert "interrupted" in group.trouble
+        assert not any(map(is_running, group.process_ids))
+        group.close()
 
 
 def test_ranks_end_with_a_driver_that_is_killed(bundled, vllm_cpu):

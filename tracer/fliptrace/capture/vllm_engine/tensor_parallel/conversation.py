@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fliptrace.capture.vllm_engine.tensor_parallel.delivering import Delivery
@@ -34,8 +35,9 @@ class Conversation:
         Raises:
             FliptraceError: it failed.
         """
-        self.group.send(rank, command)
-        answer = self.group.receive(rank, ANSWER_SECONDS)
+        with self._undisturbed():
+            self.group.send(rank, command)
+            answer = self.group.receive(rank, ANSWER_SECONDS)
         if isinstance(answer, Failed):
             raise error_of(answer, rank, self.group.count)
         return answer.value
@@ -61,25 +63,33 @@ class Conversation:
             FliptraceError: a rank failed or died.
             Exception: whatever an observer, interceptor or audit raised.
         """
-        for rank, command in enumerate(commands):
-            self.group.send(rank, command)
         answers: list[Any] = [None] * self.group.count
         trouble: Exception | None = None
-        try:
+        with self._undisturbed():
+            for rank, command in enumerate(commands):
+                self.group.send(rank, command)
             while not all(isinstance(each, (Done, Failed)) for each in answers):
                 found = self._round(answers, delivery if trouble is None else None)
                 trouble = trouble or found
-        except BaseException as error:
-            # Whatever ranks say next answers a question that nobody remembers.
-            if not self.group.trouble:
-                self.group.fail(f"a command was interrupted ({type(error).__name__})")
-            raise
         if trouble is not None:
             raise trouble
         for rank, each in enumerate(answers):
             if isinstance(each, Failed):
                 raise error_of(each, rank, self.group.count)
         return [each.value for each in answers]
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """End the ranks when a command is left before all have answered.
+
+        Whatever they said next would be taken for the answer to another command.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self.group.trouble:
+                self.group.fail(f"a command was interrupted ({type(error).__name__})")
+            raise
 
     def _round(self, answers: list[Any], delivery: Delivery | None) -> Exception | None:
         """Take one message of every rank that is not done; return what went wrong in telling."""

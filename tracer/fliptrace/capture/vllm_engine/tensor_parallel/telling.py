@@ -53,13 +53,14 @@ class Telling:
         self._sent: tuple[tuple[str, ...], tuple[int, ...]] | None = None
 
     def reset(self, *, operands: bool) -> None:
-        """Forget what was learned for another observer.
+        """Begin again for those who watch from now on.
+
+        What a step's slots look like is kept: an interceptor may come and go between a recording's decode steps.
 
         Args:
             operands: whole operands are exported, too.
         """
-        self._operands = operands
-        self._slots, self._capture, self._sent = ArenaSlots(), None, None
+        self.keep_operands(operands)
 
     def keep_operands(self, operands: bool) -> None:
         """Export whole operands, or not; decided before the first step is exported."""

@@ -204,6 +204,7 @@ def test_public_names():
     """fliptrace exports exactly these, all there; an unknown name is an AttributeError."""
     assert fliptrace.__all__ == [
         "Kind",
+        "Neighbour",
         "Pair",
         "PairDiff",
         "PairSettings",

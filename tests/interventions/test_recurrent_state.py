@@ -17,6 +17,7 @@ from fliptrace_interventions import CacheEdit, CachePart, GivenValue, ShrinkEdit
 from fliptrace_interventions.audit import ArmAudit, Expectation
 from fliptrace_interventions.edits import edits_from_json, edits_to_json
 from fliptrace_interventions.recorded import RecordedExecution
+from fliptrace_interventions.searches.first_step import first_differing_step
 from fliptrace_interventions.searches.layers import take_cache_apart
 from fliptrace_interventions.searches.trials import Trials
 
@@ -206,6 +207,16 @@ def test_a_cache_is_taken_apart_down_to_its_states(plant):
     assert states
     assert all(set(need.layers) <= {0, 3} for need in states)
     assert all(set(need.layers) <= {1} for need in found.parts if need.part != "state")
+
+
+def test_the_first_step_counts_states(plant, monkeypatch):
+    """The search for the first step whose cache decides begins after the first row or state that differs."""
+    trials = Trials(Workbench(plant.pair, plant.engine, shams=0))
+    diff = plant.pair.diff
+    first = min(found.step for found in (*diff.cache_differences, *diff.state_differences))
+    assert first_differing_step(trials) == first + 1
+    monkeypatch.setattr(plant.pair, "diff", dataclasses.replace(diff, cache_differences=()))
+    assert first_differing_step(trials) == min(one.step for one in diff.state_differences) + 1
 
 
 def test_a_cause_in_a_mixers_projection_is_sufficient(bench, plant):

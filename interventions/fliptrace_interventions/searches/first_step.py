@@ -21,7 +21,9 @@ SCAN_FORWARDS = 3000
 
 def first_differing_step(trials: Trials) -> int | None:
     """Return the first step whose incoming cache differs between the executions, None when none up to the target."""
-    written = [difference.step for difference in trials.workbench.pair.diff.cache_differences]
+    diff = trials.workbench.pair.diff
+    written = [found.step for found in diff.cache_differences]
+    written += [found.step for found in diff.state_differences]
     first = min(written, default=trials.workbench.target_step) + 1
     return first if first <= trials.workbench.target_step else None
 

@@ -208,6 +208,7 @@ def _only_gaps(diff: PairDiff) -> bool:
         diff.statistics.surviving
         or diff.foreign_root is not None
         or diff.cache_differences
+        or diff.state_differences
         or any(step.logits_differ or step.largest_logit_difference for step in diff.steps)
     )
 

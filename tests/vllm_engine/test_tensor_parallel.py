@@ -88,6 +88,16 @@ def test_sites_are_those_of_all_ranks(engine, shared_engine):
     assert len(stated["row_parallel_sites"]) == 2 * len(engine.cache_layers)
 
 
+def test_no_file_is_left_to_whoever_ends_the_ranks(ranks):
+    """vLLM's shared memory has no name any more, so it ends with the processes, however they end."""
+    mapped = Path(f"/proc/{ranks.group.process_ids[1]}/maps").read_text()
+    own = {Path(line.split()[5]).name for line in mapped.splitlines() if "cpushm" in line}
+    assert len(own) == ranks.ranks
+    assert not own & {file.name for file in Path("/dev/shm").iterdir()}
+    assert "cpushm" in mapped
+    assert "(deleted)" in mapped
+
+
 def test_weights_are_whole_or_slices_of_k(engine, shared_engine):
     """Column-parallel ranks have all of A, row-parallel ranks their slices of K."""
     for number, site in enumerate(shared_engine.sites[:7]):

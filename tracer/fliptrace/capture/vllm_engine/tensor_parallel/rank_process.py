@@ -9,6 +9,7 @@ meet.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +54,7 @@ def main() -> None:
     try:
         server = RankServer(connection, settings)
         facts = server.facts()
+        _unlink_shared_memory()
     except Exception as error:  # noqa: BLE001  (told to the driver)
         send(connection, _failed(error))
         _leave()
@@ -252,6 +255,17 @@ def _own_rendezvous() -> None:
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     rank = int(os.environ["RANK"])
     ExecutorWithExternalLauncher._distributed_args = lambda _self: (address, rank, rank)
+
+
+def _unlink_shared_memory() -> None:
+    """Take the names of vLLM's shared memory away, which all ranks have joined: a forward ran.
+
+    On the CPU vLLM does so when it ends in good order, which a process that ends with its driver cannot.
+    """
+    own = os.environ.get("VLLM_DIST_IDENT")
+    if own:
+        for file in Path("/dev/shm").glob(f"{glob.escape(own)}-*cpushm*"):  # noqa: S108  (vLLM's place)
+            file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

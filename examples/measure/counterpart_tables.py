@@ -72,8 +72,8 @@ def repetitions(results: Path) -> list[str]:
             "BF16, in one of the two executions; nearly all first changes are at one. The paper says nothing of ties.",
         ),
         *prose(
-            "This model is almost never right, so hardly a right answer could be lost: *lost, won* is no counterpart of",
-            "the paper's 84. An answer that only one of the two texts has counts as changed.",
+            "This model is almost never right, so hardly a right answer could be lost: *lost, won* is no counterpart",
+            "of the paper's 84. An answer that only one of the two texts has counts as changed.",
         ),
     ]
 

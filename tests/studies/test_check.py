@@ -91,6 +91,9 @@ def test_golden_digests(run_main, tmp_path):
     other = [*SHORT, "--reduction", "unsplit", "--prompt", "Tom has 3 apples. How many?"]
     refused = run_main(trace_check.main, *other, "--against", golden)
     assert (refused.code, "another reduction" in refused.err) == (2, True)
+    other = [*fixed[:-1], "Eve has 3 apples. How many?"]
+    refused = run_main(trace_check.main, *other, "--against", golden)
+    assert (refused.code, "is of other prompts;" in refused.err) == (2, True)
 
 
 def test_what_did_not_repeat_is_not_saved(run_main, tmp_path, flipping_prompt):
@@ -110,7 +113,7 @@ def test_what_did_not_repeat_is_not_saved(run_main, tmp_path, flipping_prompt):
         (["--model", "x"], ["--adapter"]),
         (["--demo", "--fail-on", "mood"], ["mood", "token"]),
         (["--demo", "--runs", "1"], ["at least 2"]),
-        (["--demo", "--against", "/nowhere.json"], ["/nowhere.json", "golden"]),
+        (["--demo", "--against", "/nowhere.json"], ["/nowhere.json", "No such file", "--save"]),
         (["--demo", "--reduction", "sometimes"], ["sometimes"]),
     ],
 )

@@ -58,6 +58,16 @@ def test_counts_of_the_table():
     assert (entry["right_to_wrong"], entry["wrong_to_right"], entry["right"]["hits"]) == (1, 0, 2)
 
 
+def test_labels_that_the_model_would_not_say_are_named():
+    """The page says what was asked, and warns where both labels together are unlikely."""
+    study = DecideStudy("none.csv", question="Is it?", reductions=("atomic:8",))
+    rows = [row("a", 0, 0.5), row("a", 1, 0.5)]
+    likely = "\n".join(decide_report(study, rows).lines)
+    assert ("Is it? (yes or no)" in likely, "unlikely answers" in likely) == (True, False)
+    unlikely = [{**each, "label_mass": 0.003} for each in rows]
+    assert "together they had 0.3 %" in "\n".join(decide_report(study, unlikely).lines)
+
+
 @pytest.fixture
 def file(tmp_path):
     """A labelled CSV made of bundled problems: is the answer right?"""

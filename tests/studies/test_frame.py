@@ -136,6 +136,17 @@ def test_another_study_is_refused(counting, tmp_path, change, words):
     assert (folder / "rows.jsonl").read_bytes() == before
 
 
+def test_settings_of_a_folder_in_which_nothing_ran_may_change(counting, tmp_path):
+    """A device that is not there, say, is corrected in the same folder; after the first worker that is refused."""
+    folder = tmp_path / "study"
+    study = counting.CountingStudy(numbers=2)
+    run_study(study, folder, budget_minutes=0)
+    corrected = dataclasses.replace(study, offset=0.2)
+    run_study(corrected, folder)
+    with pytest.raises(InputError, match=r"begun with offset = 0\.2"):
+        run_study(study, folder)
+
+
 def test_an_item_that_changed_is_refused(counting, tmp_path):
     """A row that came of another prompt of the same name is not taken for this one's."""
     folder = tmp_path / "study"

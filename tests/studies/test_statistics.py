@@ -14,9 +14,11 @@ from fliptrace.studies.statistics import (
     clustered_share,
     exact_interval,
     exact_share,
+    few_clusters,
     mcnemar_exact,
     rate_bound,
     ratio_interval,
+    repeated_bound,
     sign_flip_test,
 )
 
@@ -69,6 +71,14 @@ def test_a_zero_is_never_said_without_its_bound():
     assert many.interval == exact_interval(0, 20)
     assert str(clustered_share([], [])) == "nothing compared"
     assert "no interval" in str(clustered_share([2], [9]))
+
+
+def test_bounds_and_narrow_bootstraps_in_words():
+    """1 - 0.05 ** (1 / 20) for twenty prompts; two to nine prompts are few, ten are not, one has no bootstrap."""
+    assert "at most 13.9 % (one-sided 95 % bound)" in repeated_bound(exact_share(0, 20))
+    assert [bool(few_clusters(count)) for count in (0, 1, 2, 9, 10)] == [
+        *(False, False, True, True, False)
+    ]
 
 
 def test_clusters_widen_the_interval():

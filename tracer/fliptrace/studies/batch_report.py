@@ -22,6 +22,7 @@ from fliptrace.studies.batch_comparisons import (
 from fliptrace.studies.engines import is_repeatable
 from fliptrace.studies.items import Row
 from fliptrace.studies.results import markdown_table
+from fliptrace.studies.statistics import repeated_bound
 from fliptrace.studies.study import Column, Report, Table
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def _sentences(
 def _bound(found: Counted) -> str:
     if found.prompts.interval is None:
         return ""
-    return f"A prompt changes with at most {100 * found.prompts.interval.high:.3g} % (95 %)."
+    return repeated_bound(found.prompts).capitalize() + "."
 
 
 def _prefix_lines(rows: Sequence[Row]) -> list[str]:

@@ -22,7 +22,13 @@ from fliptrace.studies.engines import (
 )
 from fliptrace.studies.golden import golden_differences, read_golden, require_same, save_golden
 from fliptrace.studies.repeatability import PromptRuns, engine_runner, run_rounds
-from fliptrace.studies.statistics import Share, exact_share, rate_bound, ratio_interval
+from fliptrace.studies.statistics import (
+    Share,
+    exact_share,
+    rate_bound,
+    ratio_interval,
+    repeated_bound,
+)
 
 #: What a change has to be for the check to fail.
 LEVELS = ("token", "any")
@@ -195,8 +201,8 @@ class CheckResult:
         lines = [stack.place, f"kernel in use: {stack.kernel}", *stack.notes]
         if self.repeatable:
             lines.append(
-                f"repeatable in {self.rounds} runs: no token and no {stack.watched} changed ({compared}); a prompt "
-                f"changes with at most {100 * _high(self.prompts_any_bit):.3g} % (95 %)"
+                f"repeatable in {self.rounds} runs: no token and no {stack.watched} changed ({compared}); "
+                f"{repeated_bound(self.prompts_any_bit)}"
             )
             if stack.caution is not None:
                 lines.append(stack.caution)
@@ -341,10 +347,6 @@ def _stack(description: Mapping[str, Any], reduction: str, simulated: bool) -> S
         caution=None if is_repeatable(reduction) else caution,
         simulated=simulated,
     )
-
-
-def _high(share: Share) -> float:
-    return 1.0 if share.interval is None else share.interval.high
 
 
 def _place(description: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from fliptrace.studies.results import markdown_table
 from fliptrace.studies.statistics import (
     clustered_share,
     exact_share,
+    few_clusters,
     shares_to_json,
     sign_flip_test,
 )
@@ -39,6 +40,8 @@ _SERVED = (
     "Probabilities came through the server's own structured-decision interface (/v1/systemone, noul); which reduction "
     "ran cannot be known from outside."
 )
+#: Below this share of the probability, most of it is on other words than the labels.
+_ENOUGH_MASS = 0.5
 _COLUMNS = (
     Column("item", "string", "the item's name"),
     Column("key", "string", "digest of the item's arguments"),
@@ -96,12 +99,16 @@ def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
         for entry in shown
     ]
     lines = [
+        f"Asked of every text: {study.question} ({study.yes} or {study.no})",
+        "",
         *(markdown_table(header, table) if shown else ["No repetition has been compared yet."]),
         "",
         (
             f"{_read(study, rows)} Intervals (95 %): over comparisons by a bootstrap of whole "
             "texts, over texts exact; p by sign flips with texts as units."
+            f"{few_clusters(len({row['prompt'] for row in rows}))}"
         ),
+        *_unlikely(rows),
         "",
         _PAPER,
         *mode_lines(rows),
@@ -132,6 +139,21 @@ def _read(study: DecideStudy, rows: Sequence[Row]) -> str:
         return _SERVED
     by_vllm = any((row.get("mode") or IN_PROCESS) != IN_PROCESS for row in rows)
     return _OF_VLLM if by_vllm else _READ
+
+
+def _unlikely(rows: Sequence[Row]) -> list[str]:
+    """Warn where the model would rather have said something else than one of the labels."""
+    masses = [row["label_mass"] for row in rows]
+    mean = math.fsum(masses) / max(1, len(masses))
+    if not masses or mean >= _ENOUGH_MASS:
+        return []
+    return [
+        "",
+        (
+            f"**The labels are unlikely answers:** together they had {100 * mean:.3g} % of the probability on average. "
+            "This model would rather say something else, so its decisions say little about the question."
+        ),
+    ]
 
 
 def _of(

@@ -60,7 +60,11 @@ def read_golden(path: Path) -> dict[str, Any]:
         complete = all(
             {"ids_sha256", "tokens", "logits"} <= set(prompt) for prompt in found["prompts"]
         ) and {"reduction", "max_new_tokens", "manifest"} <= set(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise InputError(
+            f"golden file {path} cannot be read ({error.strerror}); --save writes one where runs repeat"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is no golden file of trace-check ({error!r})") from error
     if version != GOLDEN_VERSION or not complete:
         raise InputError(
@@ -98,9 +102,13 @@ def require_same(
     ]
     for what, before, after in pairs:
         if before != after:
-            shown = "" if what == "prompts" else f" ({before} there, {after} here)"
+            of = (
+                "other prompts"
+                if what == "prompts"
+                else f"another {what} ({before} there, {after} here)"
+            )
             raise InputError(
-                f"golden file {name} is of another {what}{shown}; its digests say nothing about these runs"
+                f"golden file {name} is of {of}; its digests say nothing about these runs"
             )
 
 

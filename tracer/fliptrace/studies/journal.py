@@ -87,8 +87,11 @@ class Journal:
                     f"study folder {self.folder} must be new, empty or hold {STUDY_NAME}; it holds {strangers[0]!r}"
                 )
             self._write_study({"settings": self._identity, "artifacts": None})
-        self._check_identity()
         self.rows = {row["item"]: row for row in self._read(ROWS_NAME)}
+        if not self.rows and self._study()["artifacts"] is None:
+            # No engine got as far as a first item (no such device, say): nothing here depends on the settings.
+            self._write_study({"settings": self._identity, "artifacts": None})
+        self._check_identity()
         self.sittings = self._read(SITTINGS_NAME)
         self._read(TIMINGS_NAME)  # cuts a torn line off
         self.sitting = 1 + max((entry["sitting"] for entry in self.sittings), default=0)

@@ -14,7 +14,9 @@ from fliptrace.studies.results import markdown_table
 from fliptrace.studies.statistics import (
     clustered_share,
     exact_share,
+    few_clusters,
     mcnemar_exact,
+    repeated_bound,
     shares_to_json,
     sign_flip_test,
 )
@@ -233,7 +235,8 @@ def _lines(shown: Sequence[dict[str, Any]]) -> list[str]:
         "",
         (
             "Intervals (95 %): over comparisons by a bootstrap of whole prompts, over prompts exact (Clopper-Pearson; "
-            "one-sided at 0 and at all). Logits: positions of the matching prefix, the first divergent one excluded."
+            f"one-sided at 0 and at all).{few_clusters(max(entry['prompts_any_bit'].trials for entry in shown))} "
+            "Logits: positions of the matching prefix, the first divergent one excluded."
         ),
     ]
     for entry in shown:
@@ -242,8 +245,7 @@ def _lines(shown: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"- {name}: no token{' and no selected logit' if entry['logits'] else ''} changed in "
                 f"{entry['comparisons']:,} comparisons, "
-                f"{prompts.trials:,} prompts; repeatable in these runs. A prompt changes with at most "
-                f"{100 * prompts.interval.high:.3g} % (95 %)."
+                f"{prompts.trials:,} prompts; repeatable in these runs: {repeated_bound(prompts)}."
             )
         if entry["right_to_wrong"] or entry["wrong_to_right"]:
             lines.append(

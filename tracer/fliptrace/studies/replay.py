@@ -29,7 +29,7 @@ from fliptrace.studies.engines import (
 from fliptrace.studies.items import Item, Row
 from fliptrace.studies.results import markdown_table
 from fliptrace.studies.shrink_replay import PHASES, Forward, Tally, collect, merged, replay_forward
-from fliptrace.studies.statistics import Share, clustered_share, exact_share
+from fliptrace.studies.statistics import Share, clustered_share, exact_share, few_clusters
 from fliptrace.studies.study import Column, Report, Table, unrepeatable_lines
 from fliptrace.studies.tasks import Selection, read_questions
 
@@ -226,8 +226,8 @@ def replay_report(study: ReplayStudy, rows: Sequence[Row]) -> Report:
         *(markdown_table(header, table) if found else ["Nothing has been replayed yet."]),
         "",
         (
-            "Intervals (95 %): over comparisons and elements by a bootstrap of whole prompts, over prompts exact. The "
-            "mean is over all compared elements."
+            "Intervals (95 %): over comparisons and elements by a bootstrap of whole prompts, over prompts exact."
+            f"{few_clusters(len({row['prompt'] for row in rows}))} The mean is over all compared elements."
         ),
         "",
         _PAPER,

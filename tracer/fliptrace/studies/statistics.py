@@ -21,6 +21,8 @@ _RESAMPLES = 9_999
 _SEED = 20_261_130
 #: Up to so many pairs a sign test enumerates all signs.
 _ENUMERATED = 13
+#: Below so many prompts a percentile bootstrap over them is clearly too narrow.
+_ENOUGH_CLUSTERS = 10
 #: From so many engine starts on, a start is the unit of a ratio.
 _TRIALS = 3
 
@@ -87,6 +89,23 @@ def shares_to_json(entry: Mapping[str, Any]) -> dict[str, Any]:
         name: value.to_json() if isinstance(value, Share) else value
         for name, value in entry.items()
     }
+
+
+def repeated_bound(prompts: Share) -> str:
+    """Say what repeating prompts means for another one: ``a prompt changes with a probability of at most 9 % ...``.
+
+    Args:
+        prompts: the share of prompts with a change, none of them, with its exact bound.
+    """
+    high = 1.0 if prompts.interval is None else prompts.interval.high
+    return f"a prompt changes with a probability of at most {_percent(high)} (one-sided 95 % bound)"
+
+
+def few_clusters(prompts: int) -> str:
+    """Say that a bootstrap over so few prompts is too narrow; nothing where it is not."""
+    if not 1 < prompts < _ENOUGH_CLUSTERS:
+        return ""
+    return f" {prompts} are few: the bootstrap's intervals are too narrow."
 
 
 def exact_interval(hits: int, trials: int, confidence: float = CONFIDENCE) -> Interval:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fliptrace.capture.decoding import generate
 from fliptrace.capture.recorder import RecorderOptions
 from fliptrace.errors import InputError
 from fliptrace.judgements import Judgement
 from fliptrace.numerics import integer_view
 from fliptrace.pair import load_engine
+from fliptrace.sites import Coordinate
 from fliptrace_interventions import CacheEdit, CachePart, GivenValue, ShrinkEdit, Workbench
 from fliptrace_interventions.audit import ArmAudit, Expectation
 from fliptrace_interventions.edits import edits_from_json, edits_to_json
@@ -36,9 +40,30 @@ def plant(planting, tiny, tmp_path_factory):
         root / "adapter", model, strength=1.0, target_modules=list(tiny.HYBRID_PROJECTIONS)
     )
     engine = load_engine(str(model), str(adapter), device="cpu")
-    prompts = {seed: tiny.prompt_ids(10, seed=seed) for seed in range(30)}
     with engine.reducing("unsplit"):
-        return planting.planted_pair(engine, prompts, root / "pair", decoys=1)
+        return searched(planting, tiny, engine, root / "pair")
+
+
+def searched(planting, tiny, engine, folder):
+    """Push one coordinate of a shrink far, late in a prompt, until a token after the first two is another."""
+    choose = random.Random(0)
+    for seed in range(200):
+        prompt = tiny.prompt_ids(10, seed=seed)
+        site, place = choose.randrange(len(engine.sites)), (8, choose.randrange(16))
+        nudge = planting.Nudge(site, 0, {place: 128})
+        runs = [generate(engine, prompt, max_new_tokens=planting.TOKENS, end_ids=()).token_ids]
+        runs.append(planting.tokens_under(engine, prompt, nudge))
+        differing = [step for step in range(planting.TOKENS) if runs[0][step] != runs[1][step]]
+        if differing and differing[0] >= 2:
+            return SimpleNamespace(
+                pair=planting.record_pair(engine, prompt, folder, nudge),
+                engine=engine,
+                prompt=prompt,
+                cause=Coordinate(engine.sites[site], 0, *place),
+                step=differing[0],
+                nudge=nudge,
+            )
+    raise AssertionError("no coordinate of 200 flips a later token")
 
 
 @pytest.fixture(scope="module")

@@ -223,3 +223,20 @@ def test_an_operation_after_a_shrink_does_not_precede_it(kit):
     for trace, precedes in ((early, False), (late, True)):
         diff = compare(one, trace)
         assert diff.foreign_root.precedes(diff.first_surviving) is precedes
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_another_batch_has_no_root_at_a_shrink_or_elsewhere(kit, alone):
+    """Products and scans over other rows, or other rows' adapters, are another launch even if it is described alike."""
+    differing = (0, Kind.PROJECTION, KEY, kit.flipped_bit((3, 0)))
+    batches = [{} if alone else {"neighbours": {"count": 3}}, {"neighbours": {"count": 2}}]
+    one, other = (kit.make_trace(kit.Made(), {"engine": batch}) for batch in batches)
+    assert compare(other, kit.edited(other, *differing)).foreign_root.origin is Origin.ROOT
+    root = compare(one, kit.edited(other, *differing)).foreign_root
+    assert root.origin is Origin.CONFIGURATION_VARIANT
+    assert "other batches" in root.explanation
+    shrink = (0, Kind.SHRINK, KEY, kit.flipped_bit((3, 0), 20))
+    assert len(compare(other, kit.edited(other, *shrink)).roots) == 1
+    diff = compare(one, kit.edited(other, *shrink))
+    assert not diff.roots
+    assert diff.first_surviving_variant.site.path == KEY

@@ -167,6 +167,10 @@ def test_what_ran_differently_is_said_for_each(pairs):
     assert "Reference: tiny (Llama, 8 layers) + lora (rank 16), bfloat16, on the CPU (Some" in text
     assert "on cuda (NVIDIA H200), engine transformers, reduction unsplit/64." in text
     assert "Arrival orders of the reference were simulated on a CPU (schedule seed 7);" in text
+    other["engine"] = {"name": "vllm", "tensor_parallel": {"ranks": 2}, "neighbours": {"count": 1}}
+    assert "engine vllm, 2 ranks, in a batch with 1 neighbour, reduction" in told(
+        with_manifests(pairs.make(), sections(7), other)
+    ).replace("\n", " ")
     other["reduction"] = {"identity": "atomic:8/32", "schedule": "hardware", "seed": None}
     text = told(with_manifests(pairs.make(), other, other))
     assert "The GPU's hardware decided the arrival orders; they were not recorded." in text

@@ -17,6 +17,7 @@ from fliptrace.analysis.align import (
     check_identity,
     compared_span,
     engine_names,
+    ran_in_other_batches,
     read_frames,
 )
 from fliptrace.analysis.coordinates import row_difference
@@ -40,6 +41,7 @@ from fliptrace.verdicts import (
     Fate,
     Flip,
     ForeignRoot,
+    Origin,
     Outcome,
     PairDiff,
     RowDifference,
@@ -155,10 +157,11 @@ class PairWalk:
         identities = [trace.manifest.get("reduction.identity") for trace in self._traces]
         same_engine = engine_names(reference, candidate) is None
         self._same_reduction = identities[0] == identities[1] and same_engine
+        self._other_batches = ran_in_other_batches(reference, candidate)
         self._reader = StepReader(
             self._rounded,
             dtype_from_name(own) if own in _ROUNDED_DTYPES else self._rounded,
-            self._same_reduction,
+            self._same_reduction and not self._other_batches,
             same_engine,
         )
         self._ledger = CoverageLedger()
@@ -337,7 +340,7 @@ class PairWalk:
         latent = sum(step.shrink_latent for step in self._steps)
         surviving = sum(step.shrink_surviving for step in self._steps)
         grids = self._grids.finish(reference.steps[: span.steps])
-        foreign = self._foreign.found
+        foreign = self._elsewhere()
         return PairDiff(
             outcome=self._outcome(latent, surviving),
             same_reduction=self._same_reduction,
@@ -380,7 +383,7 @@ class PairWalk:
 
     def _start(self) -> RowDifference | ForeignRoot | None:
         """Choose what to follow: what entered first of what is known to leave, else the best there is."""
-        root, foreign = self._first.get("propagating"), self._foreign.found
+        root, foreign = self._first.get("propagating"), self._elsewhere()
         variant = self._first.get("surviving_variant")
         if variant is not None and variant.fate is Fate.ABSORBED:
             variant = None
@@ -388,6 +391,17 @@ class PairWalk:
             return foreign
         names = ("surviving_variant", "surviving", "structural", "difference")
         return root or next((self._first[name] for name in names if name in self._first), None)
+
+    def _elsewhere(self) -> ForeignRoot | None:
+        """Return what entered elsewhere than at a shrink; in another batch nothing that does is a root."""
+        found = self._foreign.found
+        if found is None or found.kind == "token" or not self._other_batches:
+            return found
+        told = (
+            f"{found.explanation} The executions ran in other batches, whose products, attention and scans are "
+            "launched over other rows, so it is a configuration-variant, no root."
+        )
+        return replace(found, origin=Origin.CONFIGURATION_VARIANT, explanation=told)
 
     def _outcome(self, latent: int, surviving: int) -> Outcome:
         if self._flip is not None:

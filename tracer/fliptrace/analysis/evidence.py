@@ -149,13 +149,13 @@ class StepReader:
         self,
         rounded: torch.dtype,
         model: torch.dtype,
-        same_reduction: bool,
+        same_computation: bool,
         same_engine: bool = True,
     ) -> None:
-        """Remember the dtype that decides survival, the model's own, and whether reductions are equal."""
+        """Remember the dtype that decides survival, the model's own, and whether reductions and batches are equal."""
         self._rounded = rounded
         self._model = model
-        self._same_reduction = same_reduction
+        self._same_computation = same_computation
         self._same_engine = same_engine
         self._layouts = LayoutPairs()
         self._sites: dict[int, tuple[LayoutPair, tuple[str, ...], tuple[Tensor, ...]]] = {}
@@ -208,7 +208,7 @@ class StepReader:
         evidence.operand = self._read_operands(evidence, reference, candidate)
         evidence.projection = self._read_digests(evidence, Kind.PROJECTION, reference, candidate)
         evidence.live &= evidence.projection.differs | ~evidence.projection.known
-        _decide_origins(evidence, self._same_reduction, self._same_engine)
+        _decide_origins(evidence, self._same_computation, self._same_engine)
         before, after = reference.get(Kind.CACHE), candidate.get(Kind.CACHE)
         if before is not None and after is not None:
             pair = self.pair(before, after)
@@ -394,7 +394,7 @@ def _blank(
     )
 
 
-def _decide_origins(evidence: StepEvidence, same_reduction: bool, same_engine: bool) -> None:
+def _decide_origins(evidence: StepEvidence, same_computation: bool, same_engine: bool) -> None:
     """Fill classes of structural rows, and origins by the rule of the design, for all rows at once."""
     evidence.classes[~evidence.observed] = int(CoordinateClass.NOT_OBSERVED)
     evidence.classes[evidence.structural] = int(CoordinateClass.STRUCTURAL)
@@ -406,7 +406,7 @@ def _decide_origins(evidence: StepEvidence, same_reduction: bool, same_engine: b
         evidence.origins = torch.where(different, VARIANT, 0).to(torch.int8)
         return
     variant = evidence.launch_differs | evidence.structural
-    if not same_reduction:
+    if not same_computation:
         variant = torch.ones_like(variant)
     own = torch.where(variant, VARIANT, ROOT).to(torch.int8).unsqueeze(1).expand_as(different)
     origins = torch.where(evidence.operand.differs, torch.tensor(INHERITED, dtype=torch.int8), own)

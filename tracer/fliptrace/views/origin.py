@@ -87,11 +87,10 @@ def _place(foreign: ForeignRoot) -> str:
 
 def _foreign(foreign: ForeignRoot, subject: str) -> tuple[str, str]:
     where = f", token position {foreign.position}" if foreign.position >= 0 else ""
-    entered = (
-        "did not enter through a shrink"
-        if foreign.origin is Origin.ROOT
-        else "was seen outside the shrinks, its origin is unlocated"
-    )
+    entered = {
+        Origin.ROOT: "did not enter through a shrink",
+        Origin.CONFIGURATION_VARIANT: "was seen outside the shrinks, and is a configuration-variant",
+    }.get(foreign.origin, "was seen outside the shrinks, its origin is unlocated")
     return (
         (f"{subject} {entered}: {_place(foreign)}, {wording.step_name(foreign.step)}{where}."),
         stopped(foreign.explanation),

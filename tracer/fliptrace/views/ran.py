@@ -130,11 +130,15 @@ def _settings(trace: Trace) -> str:
     rank = _said(trace, "adapter.rank")
     adapter = _detailed(_said(trace, "adapter.name"), f"rank {rank}" if rank else "")
     engine = _said(trace, "engine.name")
+    ranks = _whole(trace.manifest.get("engine.tensor_parallel.ranks"))
+    neighbours = _whole(trace.manifest.get("engine.neighbours.count"))
     parts = [
         " + ".join(part for part in (model, adapter) if part),
         _said(trace, "model.dtype"),
         _device(trace),
         f"engine {engine}" if engine else "",
+        count(ranks, "rank") if ranks is not None else "",
+        f"in a batch with {count(neighbours, 'neighbour')}" if neighbours is not None else "",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -122,6 +122,9 @@ def continued(text, command, varies):
     }
 
 
+if planted == "without vLLM":
+    say({"error": "ModuleNotFoundError: No module named 'vllm'"})
+    sys.exit(1)
 if planted == "does not start":
     say({"error": "PluginError: planted"})
     sys.exit(1)

@@ -195,6 +195,7 @@ def test_a_reduction_that_does_not_repeat_is_reported(study, tmp_path, monkeypat
     ("planted", "message"),
     [
         ("does not start", "engine .* did not start: PluginError: planted"),
+        ("without vLLM", r"No module named 'vllm'; install .*fliptrace\[vllm\]"),
         ("another kernel", "had to run local:32/32 and says"),
         ("fails", "planted failure"),
     ],

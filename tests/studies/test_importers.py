@@ -28,6 +28,8 @@ def test_lm_evals_samples_become_questions():
     assert questions[0].text.startswith("Tom has 3 apples")
     assert questions[0].text.endswith('"Final answer: N".')
     assert questions[1].row["doc"]["question"].startswith("A box")
+    with pytest.raises(InputError, match="2 rows, fewer than 20; --prompts 2 takes all"):
+        read_questions(f"lm-eval:{SAMPLES}", Selection(count=20))
 
 
 def test_lm_evals_variants(tmp_path):

@@ -183,8 +183,13 @@ def wait_for_all(engines: Sequence[EngineProcess], seconds: float) -> None:
         if not engine.wait(deadline - time.monotonic()):
             for each in engines:
                 each.kill()
+            error = str(engine.facts["error"])
+            if "No module named 'vllm'" in error:
+                error += (
+                    "; install vLLM on a machine with an NVIDIA GPU: pip install 'fliptrace[vllm]'"
+                )
             raise EngineProcessError(
-                f"engine {engine.name} did not start: {engine.facts['error']} (see {engine.log})"
+                f"engine {engine.name} did not start: {error} (see {engine.log})"
             )
 
 

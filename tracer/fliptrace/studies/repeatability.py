@@ -170,6 +170,7 @@ def assert_repeatable(
         AssertionError: which prompt changed, in which run, and at which token.
         InputError: the stack is none of these, or a number is impossible.
     """
+    __tracebackhide__ = True
     named = [PromptRuns(f"prompt {number}") for number in range(len(prompts))]
     if max_new_tokens < 1:
         raise InputError(f"max new tokens must be at least 1; got {max_new_tokens}")
@@ -195,6 +196,7 @@ def assert_repeatable(
 
 
 def _assert_prompt(prompt: PromptRuns) -> None:
+    __tracebackhide__ = True  # pytest then shows the line of the test that called
     first = prompt.runs[0]
     for number, run in enumerate(prompt.runs[1:], start=2):
         flip = run.flip_from(first)

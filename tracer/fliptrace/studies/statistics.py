@@ -105,7 +105,7 @@ def few_clusters(prompts: int) -> str:
     """Say that a bootstrap over so few prompts is too narrow; nothing where it is not."""
     if not 1 < prompts < _ENOUGH_CLUSTERS:
         return ""
-    return f" {prompts} are few: the bootstrap's intervals are too narrow."
+    return f" {prompts} are few: intervals of a bootstrap are then too narrow."
 
 
 def exact_interval(hits: int, trials: int, confidence: float = CONFIDENCE) -> Interval:

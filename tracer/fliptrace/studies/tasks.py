@@ -92,7 +92,9 @@ class Selection:
             return rows[: self.count]
         count = total if self.count is None else self.count
         if count > total:
-            raise InputError(f"the data set has {total} rows; {count} prompts were asked for")
+            raise InputError(
+                f"the data set has {total} rows, fewer than {count}; --prompts {total} takes all of them"
+            )
         # The first n of a seeded shuffle: a larger count later adds to what was drawn before.
         order = list(range(total))
         random.Random(self.seed).shuffle(order)

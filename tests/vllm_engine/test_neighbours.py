@@ -470,3 +470,5 @@ def test_the_command_traces_a_batch(bundled, tmp_path):
             set(one) == {"prompt_tokens", "adapter", "adapter_sha256"}
             for one in section["requests"]
         )
+        with pytest.raises(InputError, match="is redacted"):
+            recorded_neighbours(trace.manifest, lambda name, sha: name)

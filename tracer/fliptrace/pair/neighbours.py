@@ -140,6 +140,9 @@ def recorded_neighbours(
     Args:
         manifest: the trace's.
         adapter_of: returns where an adapter of this name and sha256 is.
+
+    Raises:
+        InputError: a redacted trace, which does not hold their prompts.
     """
     from fliptrace.capture.vllm_engine import Neighbour
 
@@ -148,6 +151,11 @@ def recorded_neighbours(
         return ()
     found: list[Neighbour | None] = []
     for one in section["requests"]:
+        if "prompt_ids" not in one:
+            raise InputError(
+                "the recording is redacted: its neighbours' token ids were not kept, so its batch cannot be run again. "
+                "Record the pair again without --redact"
+            )
         sha = str(one["adapter_sha256"])
         adapter = adapter_of(str(one["adapter"]), sha) if sha else one["adapter"]
         found.append(Neighbour(tuple(one["prompt_ids"]), adapter))

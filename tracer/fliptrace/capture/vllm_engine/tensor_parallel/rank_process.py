@@ -9,7 +9,6 @@ meet.
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import pickle
@@ -258,14 +257,15 @@ def _own_rendezvous() -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Take the names of vLLM's shared memory away, which all ranks have joined: a forward ran.
+    """Take the names of vLLM's shared memory away; all ranks have mapped it by now, as a forward ran.
 
-    On the CPU vLLM does so when it ends in good order, which a process that ends with its driver cannot.
+    vLLM, and Python's tracker for it, do so at an end in good order, which a rank that is killed has not. NCCL sees to
+    its own files, which it may open later.
     """
-    own = os.environ.get("VLLM_DIST_IDENT")
-    if own:
-        for file in Path("/dev/shm").glob(f"{glob.escape(own)}-*cpushm*"):  # noqa: S108  (vLLM's place)
-            file.unlink(missing_ok=True)
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        name = line.rpartition("/dev/shm/")[2]  # noqa: S108  (vLLM's place)
+        if name.startswith("psm_") or "cpushm" in name:
+            Path("/dev/shm", name).unlink(missing_ok=True)  # noqa: S108
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fliptrace.capture.decoding import choose
 from fliptrace.capture.interception import checked_replacement
 from fliptrace.capture.recorder import Recorder, RecorderOptions
 from fliptrace.capture.vllm_engine.tensor_parallel.conversation import Conversation
+from fliptrace.capture.vllm_engine.tensor_parallel.joining import Operation, joined_operations
 from fliptrace.capture.vllm_engine.tensor_parallel.messages import Command
 from fliptrace.capture.vllm_engine.tensor_parallel.processes import RankGroup
 from fliptrace.errors import InputError, RecordingError, UnsupportedModelError
@@ -26,6 +27,7 @@ from fliptrace.numerics import integer_view
 from fliptrace.sites import Site
 from fliptrace.store import TraceReader, TraceWriter
 from fliptrace.trace import Closing
+from fliptrace.verdicts import Origin
 from fliptrace.views.story import tell_story
 from fliptrace_interventions import ShrinkEdit, Workbench
 
@@ -276,7 +278,7 @@ def test_a_cause_on_one_rank_is_put_in_there(differing, ranks):
 
 
 def test_what_cannot_be_recorded_is_refused(bundled, engine):
-    """Before any process starts, with a reason; modules are refused by the engine."""
+    """Before any process starts, with a reason."""
     for arguments, why in (
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
         ({"data_parallel_size": 2}, "data_parallel_size must be 1"),
@@ -294,11 +296,6 @@ def test_what_cannot_be_recorded_is_refused(bundled, engine):
             engine="vllm",
             vllm_arguments={"tensor_parallel_size": "two"},
         )
-    with (
-        pytest.raises(InputError, match="several ranks"),
-        engine.observed(object(), modules=True),
-    ):
-        pass
     with pytest.raises(InputError, match="rank 0 of 2"):
         engine.set_reduction("atomic:8")
     engine.start((5, 6, 7))
@@ -307,6 +304,234 @@ def test_what_cannot_be_recorded_is_refused(bundled, engine):
     odd = type(first)(first.layer, first.values[:, :, :1], first.first_position, first.window)
     with pytest.raises(InputError, match="heads of 2 ranks"):
         engine.write_cache([odd, *others], 3)
+
+
+class RunThere:
+    """Runs code in a rank's process, where ``server`` is its RankServer: what a command brings is unpickled there."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __reduce__(self):
+        find = (
+            "import sys\n"
+            "frame = sys._getframe()\n"
+            "while 'server' not in frame.f_locals:\n"
+            "    frame = frame.f_back\n"
+            "server = frame.f_locals['server']\n"
+            "runtime = server.engine.runtime\n"
+            "def is_due(step):\n"
+            "    return runtime.rows and runtime.step == step\n"
+        )
+        return exec, (find + self.source, {})
+
+
+@contextlib.contextmanager
+def planted(engine, source, undo):
+    """Run code on all ranks, and other code afterwards."""
+    engine._talk.all_of(Command("keep_operands", (RunThere(source),)))
+    try:
+        yield
+    finally:
+        engine._talk.all_of(Command("keep_operands", (RunThere(undo),)))
+
+
+def base_fault(name, rank, step):
+    """One element of one rank's base projection in one step."""
+    layer = (
+        f"layer = next(one for one in server.engine._layers if one.name == {name!r})\n"
+        "method = layer.module.base_layer.quant_method\n"
+    )
+    source = (
+        "own = method.apply\n"
+        "def change(*given, **named):\n"
+        "    output = own(*given, **named)\n"
+        f"    if is_due({step}) and server.rank == {rank}:\n"
+        "        output.view(-1)[3] += 1.0\n"
+        "    return output\n"
+        "method.apply = change\n"
+    )
+    return layer + source, layer + "del method.apply\n"
+
+
+def sum_fault(number, step):
+    """One element of one sum over ranks, the same on all of them, in one step."""
+    group = "from vllm.distributed import get_tp_group\ncommunicator = get_tp_group().device_communicator\n"
+    source = (
+        "own, seen = communicator.all_reduce, []\n"
+        "def change(*given, **named):\n"
+        "    output = own(*given, **named)\n"
+        f"    if is_due({step}):\n"
+        "        seen.append(1)\n"
+        f"        if len(seen) == {number + 1}:\n"
+        "            output.view(-1)[3] += 1.0\n"
+        "    return output\n"
+        "communicator.all_reduce = change\n"
+    )
+    return group + source, group + "del communicator.all_reduce\n"
+
+
+OPERATION_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def operations(ranks, ids, record, tmp_path_factory):
+    """A trace with modules, without any fault, and its tokens."""
+    ranks.set_reduction("unsplit")
+    path = tmp_path_factory.mktemp("operations") / "reference.trace"
+    return path, record(ranks, ids, path, modules=True, steps=OPERATION_STEPS)
+
+
+@pytest.fixture
+def against(engine, ids, record, operations, tmp_path):
+    """A function that records a candidate, fed the reference's tokens, and opens the pair."""
+
+    def run():
+        path = tmp_path / "candidate.trace"
+        record(engine, ids, path, modules=True, steps=OPERATION_STEPS, forced=operations[1])
+        return ft.diff_traces(operations[0], path)
+
+    return run
+
+
+def differing_operations(pair, step):
+    """Labels in order: operations whose inputs differ, and those whose outputs do."""
+    found = []
+    for kind in (ft.Kind.OPERATION_INPUT, ft.Kind.OPERATION_OUTPUT):
+        one, other = (trace.frame(step, kind) for trace in (pair.reference, pair.candidate))
+        assert one.layout == other.layout
+        found.append(
+            [
+                entry.key
+                for number, entry in enumerate(one.layout.entries)
+                if one.record_bytes(number) != other.record_bytes(number)
+            ]
+        )
+    return found
+
+
+def test_operations_of_ranks_are_watched(engine, ids, record, operations, against, tmp_path):
+    """At each place rank 0 comes first, sums have no rank, nothing differs twice over, and tokens are the same."""
+    assert record(engine, ids, tmp_path / "plain.trace", steps=OPERATION_STEPS) == operations[1]
+    with against() as pair:
+        assert str(pair.diff.outcome) == "identical"
+        for step in range(OPERATION_STEPS):
+            frame = pair.reference.frame(step, ft.Kind.OPERATION_OUTPUT)
+            keys = [entry.key for entry in frame.layout.entries]
+            # Per layer 20 operations on each rank and two sums; the embedding is two around a sum, the logits likewise.
+            assert len(keys) == 8 * (2 * 20 + 2) + 2 * 5 + 2
+            start = "model.embed_tokens"
+            assert keys[:5] == [
+                f"{start}@rank0/VocabParallelEmbeddingWithLoRA#0",
+                f"{start}@rank1/VocabParallelEmbeddingWithLoRA#0",
+                f"{start}/all_reduce#0",
+                f"{start}@rank0/after_all_reduce#0",
+                f"{start}@rank1/after_all_reduce#0",
+            ]
+            assert [key for key in keys if key.startswith("model.layers.3.mlp.down_proj")] == [
+                "model.layers.3.mlp.down_proj@rank0/base_projection#0",
+                "model.layers.3.mlp.down_proj@rank1/base_projection#0",
+                "model.layers.3.mlp.down_proj@rank0/lora_shrink#0",
+                "model.layers.3.mlp.down_proj@rank1/lora_shrink#0",
+                "model.layers.3.mlp.down_proj@rank0/lora_expand#0",
+                "model.layers.3.mlp.down_proj@rank1/lora_expand#0",
+                "model.layers.3.mlp.down_proj/all_reduce#0",
+            ]
+            assert keys[-3].endswith("/all_gather#0")
+
+
+@pytest.mark.parametrize(
+    ("module", "rank"), [("mlp.down_proj", 1), ("self_attn.qkv_proj", 1), ("mlp.down_proj", 0)]
+)
+def test_a_root_in_one_ranks_operation_is_named_there(engine, against, module, rank):
+    """A fault in a base projection of one rank: that is the root, and the other rank inherits it by the next sum."""
+    name, step = f"model.layers.3.{module}", 2
+    with planted(engine, *base_fault(name, rank, step)), against() as pair:
+        found = pair.diff.foreign_root
+        assert found.key == f"{name}@rank{rank}/base_projection#0"
+        assert (found.origin, found.step) == (Origin.ROOT, step)
+        assert not pair.diff.roots
+        inputs, outputs = differing_operations(pair, step)
+        assert set(outputs) - set(inputs) == {found.key}
+        beside = [key for key in inputs if f"@rank{1 - rank}/" in key]
+        summed = next(key for key in inputs if key.endswith("/all_reduce#0"))
+        assert inputs.index(summed) < inputs.index(beside[0])
+
+
+def test_a_root_in_a_sum_is_named_as_the_sum(engine, against):
+    """All ranks got another sum of equal parts: the all-reduce is the root, and no rank is blamed."""
+    with planted(engine, *sum_fault(2 * 3 + 2, 1)), against() as pair:
+        found = pair.diff.foreign_root
+        assert found.key == "model.layers.3.mlp.down_proj/all_reduce#0"
+        assert (found.origin, found.step, found.kind) == (Origin.ROOT, 1, "operation")
+        assert not pair.diff.roots
+        assert (
+            "all_reduce in model.layers.3.mlp.down_proj got bit-equal inputs" in found.explanation
+        )
+
+
+def test_other_ranks_inherit_through_the_sum(engine, ids, against):
+    """A shrink of rank 1 is changed: everything of rank 0 that differs follows a sum, and no operation is a root."""
+    path = "model.layers.2.mlp.down_proj@rank1"
+    site = [each.path for each in engine.sites].index(path)
+    with engine.intercepted(Plant(engine, site, 1, 5)), against() as pair:
+        assert pair.diff.first_surviving.site.path == path
+        assert pair.diff.foreign_root is None
+        inputs, outputs = differing_operations(pair, 1)
+        assert set(outputs) - set(inputs) == {f"{path}/lora_shrink#0"}
+        summed = "model.layers.2.mlp.down_proj/all_reduce#0"
+        assert inputs[:2] == [f"{path}/lora_expand#0", summed]
+        assert summed in outputs
+        assert inputs[2] == "model.layers.3.input_layernorm@rank0/RMSNorm#0"
+        # Modules around the sum: what differs in their outputs came in by their inputs on some rank, or by the root.
+        one, other = (
+            trace.frame(1, ft.Kind.MODULE_OUTPUT) for trace in (pair.reference, pair.candidate)
+        )
+        changed = {
+            entry.key
+            for number, entry in enumerate(one.layout.entries)
+            if one.record_bytes(number) != other.record_bytes(number)
+        }
+        assert {f"model.layers.2.mlp.down_proj@rank{rank}" for rank in (0, 1)} <= changed
+
+
+def test_ranks_that_got_other_sums_are_an_error():
+    """One rank has other bits: no execution could be told from another."""
+    rows = torch.arange(4, dtype=torch.int64).view(2, 2)
+    sums = [Operation("model.mlp/all_reduce#0", False, rows, rows + rank) for rank in (0, 1)]
+    with pytest.raises(RecordingError, match="same on all ranks, and rank 1 has other bits"):
+        list(joined_operations([[one] for one in sums]))
+    with pytest.raises(
+        RecordingError, match=r"rank 1 ran nothing more where rank 0 ran model\.mlp"
+    ):
+        list(joined_operations([sums[:1], []]))
+
+
+def test_modules_around_a_sum_depend_on_all_ranks():
+    """What rank 1 brings into a module with a sum is an input of that module on rank 0, and of no module beside it."""
+
+    def told(brought):
+        plain = torch.zeros((1, 2), dtype=torch.int64)
+        changed = plain + brought
+        return [
+            [
+                Operation("model.mlp.down", True, mine, plain),
+                Operation("model.mlp.act", True, mine, plain),
+                Operation("model.mlp.down/all_reduce#0", False, mine, plain),
+            ]
+            for mine in (plain, changed)
+        ]
+
+    before, after = (
+        {one.key: one.inputs for one in joined_operations(told(brought))} for brought in (0, 1)
+    )
+    differing = [key for key in before if not torch.equal(before[key], after[key])]
+    assert differing == [
+        "model.mlp.down@rank0",
+        "model.mlp.down@rank1",
+        "model.mlp.act@rank1",
+        "model.mlp.down/all_reduce#0",
+    ]
 
 
 def test_an_observer_that_fails_leaves_the_ranks_alive(engine, ids, generate):

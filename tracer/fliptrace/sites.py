@@ -16,6 +16,12 @@ _SLICE = re.compile(r"^(.+)\[([^\[\]]+)\]$")
 _RANK = re.compile(r"^(.+)@rank(\d+)$")
 
 
+def path_and_rank(path: str) -> tuple[str, int | None]:
+    """Split a path into that of the module and the rank of a parallel group, None where it names none."""
+    found = _RANK.match(path)
+    return (found.group(1), int(found.group(2))) if found else (path, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A place in the network at which a shrink runs.
@@ -41,9 +47,8 @@ class Site:
         A fused projection names its slice at the end, ``...mlp.gate_up_proj[up_proj]``, and a rank of a parallel group
         itself after that, ``...@rank1``; both are read from the path.
         """
-        module = path
-        if on_rank := _RANK.match(module):
-            module, parallel_rank = on_rank.group(1), int(on_rank.group(2))
+        module, rank = path_and_rank(path)
+        parallel_rank = parallel_rank if rank is None else rank
         if sliced := _SLICE.match(module):
             module, slice = sliced.groups()  # noqa: A001
         match = _LAYER.search(module)
@@ -54,7 +59,7 @@ class Site:
     def part(self) -> str:
         """The module with its slice and rank, without the layer: ``self_attn.qkv_proj[k_proj]``."""
         where = f"{self.module}[{self.slice}]" if self.slice else self.module
-        named = self.parallel_rank or _RANK.match(self.path)
+        named = self.parallel_rank or path_and_rank(self.path)[1] is not None
         return f"{where} (rank {self.parallel_rank})" if named else where
 
     @property

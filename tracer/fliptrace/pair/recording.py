@@ -143,6 +143,10 @@ def not_observed(engine: LoadedEngine, settings: PairSettings) -> tuple[str, ...
     sentences = list(engine.not_observed())
     if settings.modules:
         sentences.append("kernels that bypass PyTorch's dispatcher show only at the next operation")
+    elif getattr(engine, "ranks", 1) > 1:
+        sentences.append(
+            "sums over ranks (all-reduce) were not recorded: they show as operands of the layers that follow"
+        )
     if not settings.operands:
         sentences.append(
             "the shrinks' inputs were kept as digests of their rows, not as values (--operands keeps them)"

@@ -328,7 +328,13 @@ class VllmEngine:
         if modules:
             model = self.host.runner.model
             runtime.watch = OperationWatch(
-                model, self._layers, self.paged, runtime, observer, self._request.position
+                model,
+                self._layers,
+                self.paged,
+                runtime,
+                observer,
+                self._request.position,
+                ranks=self.host.config.parallel_config.tensor_parallel_size,
             )
         try:
             yield

@@ -10,6 +10,8 @@ two tensors, the normed rows and the residual stream; both count.
   token rows.
 * Attention: its own query row, and every key and value row up to its own position. Of cached rows the digests are kept
   from step to step, and read from the cache where somebody else wrote it.
+* A collective of ranks (all-reduce, all-gather): what this rank gives; whoever knows all ranks adds the others'. A
+  module that calls one and no other module is two operations: up to the collective, and from there on.
 
 Arithmetic outside modules (a model that scales its residual stream by itself) is not watched: its effect shows as an
 input that differs although no operation before it gave another result, which is called unlocated.
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from fliptrace.capture.digest_batch import DigestBatch, Part
 from fliptrace.capture.engine import Observer
 from fliptrace.capture.vllm_engine.cache import PagedLayer, read_rows
+from fliptrace.capture.vllm_engine.collectives import CollectiveHooks
 from fliptrace.capture.vllm_engine.shrinks import AdaptedLayer, ShrinkRuntime
 from fliptrace.numerics.digest import digest_rows, mix_words, position_terms
 
@@ -69,6 +72,8 @@ class OperationWatch:
         runtime: ShrinkRuntime,
         observer: Observer,
         position: Callable[[], tuple[int, dict[int, Tensor]]],
+        *,
+        ranks: int = 1,
     ) -> None:
         """Put hooks on every module; ``close`` takes them off.
 
@@ -79,6 +84,7 @@ class OperationWatch:
             runtime: says which forwards count.
             observer: is told at the end of each.
             position: returns how many tokens were cached before the forward that runs, and the block tables.
+            ranks: of the tensor-parallel group; the collectives of several are watched, too.
         """
         self.observer = observer
         self.runtime = runtime
@@ -93,6 +99,7 @@ class OperationWatch:
         self._cached: dict[str, tuple[int, Tensor]] = {}
         self._handles: list[Any] = []
         self._hook(model, paged)
+        self._collectives = CollectiveHooks(self) if ranks > 1 else None
 
     def _hook(self, model: nn.Module, paged: Sequence[PagedLayer]) -> None:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -120,6 +127,8 @@ class OperationWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._collectives is not None:
+            self._collectives.remove()
 
     def begin(self, rows: int) -> None:
         """A forward over ``rows`` tokens is about to run."""
@@ -186,6 +195,31 @@ class OperationWatch:
         self._occurrences[label] += 1
         self._reports.append(report)
         return report
+
+    # Where ranks meet -----------------------------------------------------------------------------
+
+    def meeting(self, name: str, given: Tensor) -> tuple[_Report, _Call | None] | None:
+        """A collective is about to run; see MeetingObserver."""
+        if not self.runtime.rows:
+            return None
+        part = self._rows_of(given)
+        call = self._calls[-1] if self._calls else None
+        cut = call if call is not None and call.is_operation else None
+        if cut is not None:
+            cut.operation.outputs = (part,)
+        return self._report("" if call is None else call.path, name, (part,)), cut
+
+    def met(self, meeting: tuple[_Report, _Call | None] | None, received: Tensor) -> None:
+        """A collective has run; what its module does from here on is the module's operation."""
+        if meeting is None:
+            return
+        report, cut = meeting
+        part = self._rows_of(received)
+        report.outputs = (part,)
+        if cut is not None:
+            name = report.key.rpartition("/")[2].partition("#")[0]
+            cut.operation = self._report(cut.path, f"after_{name}", (*cut.module.inputs, part))
+            cut.is_operation = True
 
     def _rows_of(self, tensor: Tensor) -> Part:
         """Each token row of a tensor that is the request's; the whole tensor where it has no rows."""

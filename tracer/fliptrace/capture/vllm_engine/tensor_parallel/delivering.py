@@ -3,7 +3,7 @@
 All ranks run the same program, so they tell the same things in the same order: message by message the driver takes one
 of each rank, rank 0 first. That order is the execution order of the engine's sites. What describes the whole model, not
 a rank's part, must be the same on all ranks and is delivered once: the tokens that the embedding got, and the residual
-stream. Cache rows are joined.
+stream. Cache rows are joined, and so are the operations of a step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from torch import Tensor
 
 from fliptrace.capture.engine import ConsumptionAudit, Observer, ShrinkInterceptor
 from fliptrace.capture.interception import checked_replacement
+from fliptrace.capture.vllm_engine.tensor_parallel.joining import (
+    joined_operations,
+    unpacked_operations,
+)
 from fliptrace.capture.vllm_engine.tensor_parallel.layout import joined_heads
 from fliptrace.capture.vllm_engine.tensor_parallel.messages import (
     Event,
@@ -75,6 +79,11 @@ class Delivery:
                 self.observer.cache_rows(_number(first), keys, values)
             elif first.name == "cache_consumed" and self.audit is not None:
                 self.audit.cache_consumed(_number(first), keys, values)
+        elif first.name == "operations":
+            told_of = [unpacked_operations(*event.arguments) for event in events]
+            for each in joined_operations(told_of):
+                if self.observer is not None:
+                    self.observer.operation(each.key, each.is_module, each.inputs, each.outputs)
         else:
             self._deliver_shared(events)
 

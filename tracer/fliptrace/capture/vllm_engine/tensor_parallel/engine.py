@@ -75,7 +75,7 @@ class TensorParallelEngine:
         self._observer: Observer | None = None
         self._interceptor: ShrinkInterceptor | None = None
         self._audit: ConsumptionAudit | None = None
-        self._operands = False
+        self._operands = self._modules = False
         self._capture: RanksCapture | None = None
         self._launches: list[tuple[str, ...]] = [()] * self.ranks
         self._sources: list[tuple[int, ...]] = [()] * self.ranks
@@ -155,11 +155,11 @@ class TensorParallelEngine:
 
     def not_observed(self) -> tuple[str, ...]:
         """Say what no rank could record."""
-        sentences = list(self.loaded.facts[0]["not_observed"])
-        sentences.append(
-            "sums over ranks (all-reduce) are not recorded: they show as operands of the layers that follow"
+        fused = (
+            "sums over ranks within a kernel that does more (an all-reduce fused with a norm) show only as inputs of "
+            "what follows"
         )
-        return tuple(sentences)
+        return (*self.loaded.facts[0]["not_observed"], fused)
 
     def shrink_weight(self, site: int) -> Tensor:
         """Return a copy of A, [R, K], as the shrink at a site reads it: at row-parallel sites the rank's slice of K."""
@@ -284,20 +284,15 @@ class TensorParallelEngine:
     @contextlib.contextmanager
     def observed(self, observer: Observer, *, modules: bool = False) -> Iterator[None]:
         """Report to an observer while inside."""
-        if modules:
-            raise InputError(
-                "modules and operations cannot be recorded with several ranks: leave --modules out, or use "
-                "tensor_parallel_size=1"
-            )
         if self._observer is not None:
             raise RecordingError("this engine is being observed already; one observer at a time")
-        self._observer, self._capture = observer, None
+        self._observer, self._capture, self._modules = observer, None, modules
         with self._watched():
             try:
                 yield
             finally:
                 self._observer = self._capture = None
-                self._operands = False
+                self._operands = self._modules = False
 
     @contextlib.contextmanager
     def intercepted(self, interceptor: ShrinkInterceptor) -> Iterator[None]:
@@ -337,6 +332,7 @@ class TensorParallelEngine:
             self._interceptor is not None,
             self._audit is not None,
             self._operands,
+            self._modules,
         )
         self._talk.all_of(Command("watch", wanted))
         self._launches = [()] * self.ranks
@@ -352,7 +348,8 @@ class TensorParallelEngine:
         buffers: int,
     ) -> ArenaCapture:
         """Return what keeps decode steps for the observer: the ranks do, where their heads can be joined."""
-        if self._observer is None or not RanksCapture.fits(slots, self.ranks):
+        told = self._observer is None or self._modules
+        if told or not RanksCapture.fits(slots, self.ranks):
             return ArenaCapture(keys, slots, device, operands=operands, buffers=buffers)
         if operands != self._operands:
             self._operands = operands

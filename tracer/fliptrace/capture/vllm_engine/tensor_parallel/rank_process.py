@@ -163,13 +163,15 @@ class RankServer:
         """Begin a prompt."""
         self.engine.start(prompt_ids)
 
-    def watch(self, observed: bool, intercepted: bool, audited: bool, operands: bool) -> None:
+    def watch(
+        self, observed: bool, intercepted: bool, audited: bool, operands: bool, modules: bool
+    ) -> None:
         """Tell the driver of these from now on, and of nothing else."""
         self._watching.close()
         self._telling.reset(operands=operands)
         with contextlib.ExitStack() as stack:
             if observed:
-                stack.enter_context(self.engine.observed(self._telling))
+                stack.enter_context(self.engine.observed(self._telling, modules=modules))
             if intercepted:
                 stack.enter_context(self.engine.intercepted(self._telling.intercept))
             if audited:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fliptrace.capture.arena import ArenaSlots, Slot
 from fliptrace.capture.engine import RowSlots
 from fliptrace.capture.step_capture import ArenaCapture, CaptureKeys
+from fliptrace.capture.vllm_engine.tensor_parallel.joining import Operation, packed_operations
 from fliptrace.capture.vllm_engine.tensor_parallel.messages import (
     Event,
     Packed,
@@ -45,6 +46,7 @@ class Telling:
         self._keys = CaptureKeys(tuple(sites), tuple(cache_layers))
         self._device = device
         self._sent_operand: Tensor | None = None
+        self._operations: list[Operation] = []
         self._operands = False
         self._slots = ArenaSlots()
         self._capture: ArenaCapture | None = None
@@ -71,6 +73,7 @@ class Telling:
     def begin_step(self, _step: int, _first_position: int, _token_ids: Sequence[int]) -> None:
         """The driver knows."""
         self._sent_operand = None
+        self._operations = []
 
     def shrink(self, site: int, operand: Tensor, output: Tensor, launch: str) -> None:
         """See Observer."""
@@ -89,10 +92,14 @@ class Telling:
         self._tell("cache_rows", layer, pack(keys), pack(values))
 
     def operation(self, key: str, is_module: bool, inputs: Tensor, outputs: Tensor) -> None:
-        """Operations of ranks are not recorded; nobody asks for them."""
+        """See Observer; told all together when the step ends."""
+        self._operations.append(Operation(key, is_module, inputs, outputs))
 
     def end_step(self, logits: Tensor) -> None:
-        """Learn the last slot."""
+        """Learn the last slot, and tell of the step's operations."""
+        if self._operations:
+            self._tell("operations", None, *packed_operations(self._operations))
+            self._operations = []
         self._slots.logits = Slot(tuple(logits.shape), logits.dtype)
         self._sent_operand = None
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fliptrace.analysis import compare
-from fliptrace.trace import Kind
+from fliptrace.trace import Kind, Layout, Trace
 from fliptrace.verdicts import Origin, Outcome
 
 LAYER = "model.layers.1"
@@ -240,3 +243,56 @@ def test_another_batch_has_no_root_at_a_shrink_or_elsewhere(kit, alone):
     diff = compare(one, kit.edited(other, *shrink))
     assert not diff.roots
     assert diff.first_surviving_variant.site.path == KEY
+
+
+def renamed(trace, rename):
+    """The same trace under other keys."""
+    source = copy.copy(trace.source)
+    source.stored = {
+        place: replace(
+            frame,
+            layout=Layout(
+                tuple(replace(entry, key=rename(entry.key)) for entry in frame.layout.entries)
+            ),
+        )
+        for place, frame in source.stored.items()
+    }
+    return Trace(source)
+
+
+def test_the_innermost_module_of_a_rank_is_named(kit):
+    """Paths end with the rank, so that a module's is no beginning of those inside it."""
+    block = f"{LAYER}.self_attn"
+
+    def on_rank(key):
+        path, slash, name = key.partition("/")
+        return f"{path}@rank1{slash}{name}" if path.startswith(block) else key
+
+    pair = planted(
+        kit,
+        (2, Kind.MODULE_OUTPUT, block, (0, 0)),
+        (2, Kind.MODULE_OUTPUT, O_PROJ, (0, 0)),
+        operations=True,
+    )
+    root = compare(*(renamed(trace, on_rank) for trace in pair)).foreign_root
+    assert (root.key, root.kind, root.origin) == (f"{O_PROJ}@rank1", "module", Origin.ROOT)
+
+
+@pytest.mark.parametrize("rank", ["", "@rank1"])
+def test_expand_is_not_blamed_for_a_latent_difference_in_a_slice(kit, rank):
+    """A fused layer's expand reads the slices' FP32 shrinks: what rounding removes entered through one of them."""
+    one, other = planted(
+        kit,
+        (1, Kind.SHRINK, f"{LAYER}.self_attn.q_proj", (0, 0)),
+        (1, Kind.OPERATION_OUTPUT, f"{LAYER}.self_attn.q_proj/lora_shrink#0", (0, 0)),
+        (1, Kind.OPERATION_INPUT, ATTENTION, (0, 0)),
+        operations=True,
+    )
+
+    def fused(key):
+        key = key.replace("self_attn.q_proj", f"self_attn.qkv_proj[q_proj]{rank}")
+        return key.replace(ATTENTION, f"{LAYER}.self_attn.qkv_proj{rank}/lora_expand#0")
+
+    diff = compare(*(renamed(trace, fused) for trace in (one, other)))
+    assert diff.outcome is Outcome.LATENT
+    assert diff.foreign_root is None

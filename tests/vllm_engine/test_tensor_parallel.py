@@ -169,10 +169,10 @@ def _listed(digests):
 
 
 class Plant:
-    """Changes one element of one shrink in one step so that it survives rounding; notes who was asked."""
+    """Changes one element of one shrink in one step, so that it survives rounding or not; notes who was asked."""
 
-    def __init__(self, engine, site, step, index):
-        self.engine, self.site, self.step, self.index = engine, site, step, index
+    def __init__(self, engine, site, step, index, bit=18):
+        self.engine, self.site, self.step, self.index, self.bit = engine, site, step, index, bit
         self.asked = []
 
     def __call__(self, site, operand, z):
@@ -180,7 +180,7 @@ class Plant:
         if (site, self.engine.step_number) != (self.site, self.step):
             return z
         changed = z.clone()
-        integer_view(changed)[-1, self.index] += 1 << 18
+        integer_view(changed)[-1, self.index] += 1 << self.bit
         return checked_replacement(changed, site, z)
 
 
@@ -493,6 +493,16 @@ def test_other_ranks_inherit_through_the_sum(engine, ids, against):
             if one.record_bytes(number) != other.record_bytes(number)
         }
         assert {f"model.layers.2.mlp.down_proj@rank{rank}" for rank in (0, 1)} <= changed
+
+
+def test_a_latent_difference_on_a_rank_is_nobodys_root(engine, against):
+    """The slice of a fused layer on rank 1 differs and rounds away: neither its expand nor another rank is blamed."""
+    path = "model.layers.2.self_attn.qkv_proj[k_proj]@rank1"
+    site = [each.path for each in engine.sites].index(path)
+    with engine.intercepted(Plant(engine, site, 1, 5, bit=0)), against() as pair:
+        assert pair.diff.first_surviving is None
+        assert [root.site.path for root in pair.diff.roots] == [path]
+        assert pair.diff.foreign_root is None
 
 
 def test_ranks_that_got_other_sums_are_an_error():

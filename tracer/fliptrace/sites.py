@@ -16,10 +16,14 @@ _SLICE = re.compile(r"^(.+)\[([^\[\]]+)\]$")
 _RANK = re.compile(r"^(.+)@rank(\d+)$")
 
 
-def path_and_rank(path: str) -> tuple[str, int | None]:
-    """Split a path into that of the module and the rank of a parallel group, None where it names none."""
-    found = _RANK.match(path)
-    return (found.group(1), int(found.group(2))) if found else (path, None)
+def split_path(path: str) -> tuple[str, str | None, int | None]:
+    """Split a path into the module's own, the slice and the rank of a parallel group, None where it names none."""
+    rank = None
+    if on_rank := _RANK.match(path):
+        path, rank = on_rank.group(1), int(on_rank.group(2))
+    if sliced := _SLICE.match(path):
+        return sliced.group(1), sliced.group(2), rank
+    return path, None, rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,9 @@ class Site:
         A fused projection names its slice at the end, ``...mlp.gate_up_proj[up_proj]``, and a rank of a parallel group
         itself after that, ``...@rank1``; both are read from the path.
         """
-        module, rank = path_and_rank(path)
+        module, own_slice, rank = split_path(path)
+        slice = slice if own_slice is None else own_slice  # noqa: A001
         parallel_rank = parallel_rank if rank is None else rank
-        if sliced := _SLICE.match(module):
-            module, slice = sliced.groups()  # noqa: A001
         match = _LAYER.search(module)
         layer, module = (int(match.group(1)), match.group(2)) if match else (None, module)
         return cls(path=path, layer=layer, module=module, slice=slice, parallel_rank=parallel_rank)
@@ -59,7 +62,7 @@ class Site:
     def part(self) -> str:
         """The module with its slice and rank, without the layer: ``self_attn.qkv_proj[k_proj]``."""
         where = f"{self.module}[{self.slice}]" if self.slice else self.module
-        named = self.parallel_rank or path_and_rank(self.path)[1] is not None
+        named = self.parallel_rank or split_path(self.path)[2] is not None
         return f"{where} (rank {self.parallel_rank})" if named else where
 
     @property

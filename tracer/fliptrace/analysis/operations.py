@@ -14,7 +14,7 @@ from torch import Tensor
 from fliptrace.analysis.align import Frames
 from fliptrace.analysis.evidence import StepEvidence, StepReader
 from fliptrace.analysis.frame_rows import rows_that_differ
-from fliptrace.sites import path_and_rank
+from fliptrace.sites import split_path
 from fliptrace.trace import Kind
 from fliptrace.verdicts import ForeignRoot, Origin
 
@@ -154,11 +154,11 @@ def _any(rows: dict[str, Tensor], label: str) -> bool:
 
 def _around(label: str, keys: list[str]) -> bool:
     """The label is a site with a latent difference, something inside one, or around one."""
-    path, _ = path_and_rank(label.partition("/")[0])
-    plain = [path_and_rank(key)[0] for key in keys]  # a latent difference may reach other ranks
-    return any(
-        key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.") or not path
-        for key in plain
+    path = split_path(label.partition("/")[0])[0]
+    # A latent difference may reach everything in its layer, and other ranks.
+    modules = {split_path(key)[0] for key in keys}
+    return not path or any(
+        key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.") for key in modules
     )
 
 
@@ -166,7 +166,7 @@ def _innermost(differing: list[str], inputs: dict[str, Tensor], outputs: dict[st
     own = [
         label for label in differing if _any(outputs, label) and not _any(inputs, label)
     ] or differing
-    places = [path_and_rank(label) for label in own]
+    places = [(path, rank) for path, _, rank in map(split_path, own)]
     return next(
         label
         for label, (path, rank) in zip(own, places, strict=True)

@@ -347,7 +347,7 @@ def base_fault(name, rank, step):
         "def change(*given, **named):\n"
         "    output = own(*given, **named)\n"
         f"    if is_due({step}) and server.rank == {rank}:\n"
-        "        output.view(-1)[3] += 1.0\n"
+        "        output[-1, 3] += 1.0\n"
         "    return output\n"
         "method.apply = change\n"
     )
@@ -441,15 +441,17 @@ def test_operations_of_ranks_are_watched(engine, ids, record, operations, agains
 
 
 @pytest.mark.parametrize(
-    ("module", "rank"), [("mlp.down_proj", 1), ("self_attn.qkv_proj", 1), ("mlp.down_proj", 0)]
+    ("module", "rank", "step"),
+    [("mlp.down_proj", 1, 2), ("self_attn.qkv_proj", 1, 0), ("mlp.down_proj", 0, 1)],
 )
-def test_a_root_in_one_ranks_operation_is_named_there(engine, against, module, rank):
+def test_a_root_in_one_ranks_operation_is_named_there(engine, ids, against, module, rank, step):
     """A fault in a base projection of one rank: that is the root, and the other rank inherits it by the next sum."""
-    name, step = f"model.layers.3.{module}", 2
+    name = f"model.layers.3.{module}"
     with planted(engine, *base_fault(name, rank, step)), against() as pair:
         found = pair.diff.foreign_root
         assert found.key == f"{name}@rank{rank}/base_projection#0"
         assert (found.origin, found.step) == (Origin.ROOT, step)
+        assert found.position == len(ids) - 1 + step
         assert not pair.diff.roots
         inputs, outputs = differing_operations(pair, step)
         assert set(outputs) - set(inputs) == {found.key}
@@ -501,8 +503,24 @@ def test_a_latent_difference_on_a_rank_is_nobodys_root(engine, against):
     site = [each.path for each in engine.sites].index(path)
     with engine.intercepted(Plant(engine, site, 1, 5, bit=0)), against() as pair:
         assert pair.diff.first_surviving is None
-        assert [root.site.path for root in pair.diff.roots] == [path]
+        assert pair.diff.first_difference.site.path == path
         assert pair.diff.foreign_root is None
+
+
+def test_other_collectives_are_refused_with_operations(engine, ids, record, tmp_path):
+    """Ranks that get different things cannot be told apart; the engine goes on afterwards."""
+    layer = "layer = server.engine.host.runner.model.get_submodule('model.norm')\n"
+    source = (
+        "from vllm.distributed import get_tp_group\n"
+        "layer.planted = layer.register_forward_hook(\n"
+        "    lambda module, given, output: get_tp_group().reduce_scatter(output[0], 0) and None)\n"
+    )
+    with (
+        planted(engine, layer + source, layer + "layer.planted.remove()\ndel layer.planted\n"),
+        pytest.raises(RecordingError, match="ranks meet in reduce_scatter"),
+    ):
+        record(engine, ids, tmp_path / "refused.trace", modules=True, steps=1)
+    assert len(record(engine, ids, tmp_path / "next.trace", modules=True, steps=1)) == 1
 
 
 def test_ranks_that_got_other_sums_are_an_error():

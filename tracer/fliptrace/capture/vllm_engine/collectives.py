@@ -22,6 +22,10 @@ _REFUSED = ("gather", "reduce_scatter", "reduce_scatterv", "all_gatherv")
 class MeetingObserver(Protocol):
     """Is told of collectives."""
 
+    @property
+    def is_watching(self) -> bool:
+        """A forward runs that counts; what else runs is left alone."""
+
     def meeting(self, name: str, given: Tensor) -> Any:
         """This rank gives a tensor; returned is what ``met`` gets."""
 
@@ -40,7 +44,7 @@ class CollectiveHooks:
         for name in COLLECTIVES:
             vars(self._group)[name] = _told(getattr(self._group, name), name, observer)
         for name in _REFUSED:
-            vars(self._group)[name] = _refusing(name)
+            vars(self._group)[name] = _refusing(getattr(self._group, name), name, observer)
 
     def remove(self) -> None:
         """Uncover the class's methods; harmless when they are."""
@@ -50,6 +54,8 @@ class CollectiveHooks:
 
 def _told(own: Callable[..., Tensor], name: str, observer: MeetingObserver) -> Callable[..., Any]:
     def collective(input_: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        if not observer.is_watching:
+            return own(input_, *arguments, **keywords)
         # Some communicators write the sum over what they were given, so it is looked at before.
         meeting = observer.meeting(name, input_)
         received = own(input_, *arguments, **keywords)
@@ -59,11 +65,13 @@ def _told(own: Callable[..., Tensor], name: str, observer: MeetingObserver) -> C
     return collective
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(*_arguments: Any, **_keywords: Any) -> Any:
+def _refusing(own: Callable[..., Any], name: str, observer: MeetingObserver) -> Callable[..., Any]:
+    def collective(*arguments: Any, **keywords: Any) -> Any:
+        if not observer.is_watching:
+            return own(*arguments, **keywords)
         raise RecordingError(
             f"operations of a model whose ranks meet in {name} cannot be recorded: only "
             f"{' and '.join(COLLECTIVES)} are seen. Leave --modules out"
         )
 
-    return refuse
+    return collective

@@ -198,10 +198,13 @@ class OperationWatch:
 
     # Where ranks meet -----------------------------------------------------------------------------
 
-    def meeting(self, name: str, given: Tensor) -> tuple[_Report, _Call | None] | None:
+    @property
+    def is_watching(self) -> bool:
+        """Whether a forward runs that counts; see MeetingObserver."""
+        return self.runtime.rows > 0
+
+    def meeting(self, name: str, given: Tensor) -> tuple[_Report, _Call | None]:
         """A collective is about to run; see MeetingObserver."""
-        if not self.runtime.rows:
-            return None
         part = self._rows_of(given)
         call = self._calls[-1] if self._calls else None
         cut = call if call is not None and call.is_operation else None
@@ -209,10 +212,8 @@ class OperationWatch:
             cut.operation.outputs = (part,)
         return self._report("" if call is None else call.path, name, (part,)), cut
 
-    def met(self, meeting: tuple[_Report, _Call | None] | None, received: Tensor) -> None:
+    def met(self, meeting: tuple[_Report, _Call | None], received: Tensor) -> None:
         """A collective has run; what its module does from here on is the module's operation."""
-        if meeting is None:
-            return
         report, cut = meeting
         part = self._rows_of(received)
         report.outputs = (part,)

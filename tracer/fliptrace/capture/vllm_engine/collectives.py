@@ -44,7 +44,9 @@ class CollectiveHooks:
         for name in COLLECTIVES:
             vars(self._group)[name] = _told(getattr(self._group, name), name, observer)
         for name in _REFUSED:
-            vars(self._group)[name] = _refusing(getattr(self._group, name), name, observer)
+            own = getattr(self._group, name, None)  # not every version of vLLM has all
+            if own is not None:
+                vars(self._group)[name] = _refusing(own, name, observer)
 
     def remove(self) -> None:
         """Uncover the class's methods; harmless when they are."""

@@ -349,6 +349,19 @@ def test_few_prompts_fit_nothing():
     assert fit_prior([0.5] * 30, [0] * 30, [6] * 30).mean(0.5) < 0.1
 
 
+def test_few_prompts_are_as_sure_as_their_replays():
+    """Nothing fitted: an interval holds its estimate and the exact bound of the replays, times the weight's own."""
+    rows, _ = made_up_rows(3, 6, np.random.default_rng(4))
+    for row in rows:
+        for replay in row["replays"]:
+            replay["flips"] = []
+    estimates, prior, _ = estimate_rows(rows)
+    assert not prior.fitted
+    for row, found in zip(rows, estimates, strict=True):
+        assert found.low <= found.probability <= found.high
+        assert found.high >= row["weight"] * (1 - 0.05 ** (1 / 6)) * 0.9
+
+
 def observed_of(rows, divergences):
     """Estimates of made-up rows with given first divergences."""
     estimates, _, _ = estimate_rows(rows)

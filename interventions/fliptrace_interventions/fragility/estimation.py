@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fliptrace.studies.statistics import exact_interval
+
 if TYPE_CHECKING:
     from fliptrace_interventions.fragility.reference import ReferenceRun
 
@@ -315,5 +317,10 @@ def _posterior(
     mean = prior.mean(expectation)
     a, b = mean * prior.strength + hits, (1 - mean) * prior.strength + count - hits
     drawn = weights * generator.beta(a, b, _DRAWS)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return float(weight * a / (a + b)), float(low), float(high)
+    low, high = (float(end) for end in np.quantile(drawn, (0.025, 0.975)))
+    if not prior.fitted and count:
+        # Margins that no replay of other prompts has tried say how probable a flip is, and not how surely.
+        exact = exact_interval(hits, count)
+        least, most = np.quantile(weights, (0.025, 0.975))
+        low, high = min(low, float(least * exact.low)), max(high, float(most * exact.high))
+    return float(weight * a / (a + b)), low, high

@@ -81,6 +81,10 @@ def test_other_settings_are_not_gathered(tmp_path):
     """A part that was begun with another reach holds other estimates."""
     assert collect(study(), tmp_path / "part", budget_minutes=0) == (0, 6)
     (tmp_path / "part/rows.jsonl").touch()
+    # As after a first engine started: until then, settings may still be corrected.
+    begun = json.loads((tmp_path / "part/study.json").read_text("utf-8"))
+    begun["artifacts"] = {"model.sha256": "0" * 64}
+    (tmp_path / "part/study.json").write_text(json.dumps(begun), "utf-8")
     other = FragilityStudy(model=ModelSettings(device="cpu"), selection=Selection(("36",)))
     with pytest.raises(InputError, match="was begun with"):
         run_study(other, tmp_path / "study", executor=gathered([tmp_path / "part"]))

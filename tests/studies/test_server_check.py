@@ -102,7 +102,7 @@ def test_golden_digests_of_a_server(run_main, served, prompts, tmp_path):
         other = run_main(
             trace_check.main, "--server", server.url, *SHORT, "--prompt", "x", "--against", golden
         )
-    assert (other.code, "another prompts" in other.err) == (2, True)
+    assert (other.code, "other prompts" in other.err) == (2, True)
 
 
 def test_a_server_that_is_not_vllm(run_main, served, prompts):

@@ -383,6 +383,9 @@ class VllmEngine:
 
     def read_state(self) -> tuple[StateTensor, ...]:
         """Return copies of the recurrent state."""
+        # Asked after every step: a model without any shall not pay for looking its blocks up.
+        if not self.kept.states:
+            return ()
         if not (self._ready and self._request.is_running and self._request.length):
             return ()
         with outside():

@@ -14,10 +14,12 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fliptrace.capture.arena import ArenaSlots
 from fliptrace.capture.cache_digest import RollingCacheDigest
 from fliptrace.capture.decoding import Choice
 from fliptrace.capture.engine import CacheLayer, Engine, RowSlots, StateTensor
@@ -77,6 +79,23 @@ class RecorderOptions:
             **({} if self.state_every == 1 else {"state_every": self.state_every}),
             "redacted": self.redaction_key is not None,
         }
+
+
+@runtime_checkable
+class DecodeCapturer(Protocol):
+    """An engine that chooses itself what keeps decode steps, since its tensors lie in other processes, for example."""
+
+    def decode_capture(
+        self,
+        keys: CaptureKeys,
+        slots: ArenaSlots,
+        device: torch.device,
+        *,
+        operands: bool,
+        buffers: int,
+    ) -> ArenaCapture:
+        """Return it; the arguments are those of ArenaCapture."""
+        ...
 
 
 class Recorder:
@@ -258,8 +277,9 @@ class Recorder:
 
         self.writer.write_step(None, assemble)
         if self._arena is None and isinstance(capture, RowsCapture):
-            make = getattr(self.engine, "decode_capture", None)
-            self._arena = (make or ArenaCapture)(
+            engine = self.engine
+            make = engine.decode_capture if isinstance(engine, DecodeCapturer) else ArenaCapture
+            self._arena = make(
                 self._keys,
                 capture.slots,
                 logits.device,

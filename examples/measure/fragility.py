@@ -43,6 +43,9 @@ def main() -> None:
     one.add_argument("--shard", default="1/1", metavar="K/N")
     several = commands.add_parser("all")
     several.add_argument("--processes", type=int, default=12)
+    several.add_argument(
+        "--gpus", nargs="+", default=[], metavar="N", help="dealt to the processes in turn"
+    )
     gather = commands.add_parser("report")
     gather.add_argument("parts", nargs="+", type=Path)
     for command in (one, several, gather):
@@ -120,12 +123,18 @@ def run_all(options: argparse.Namespace) -> None:
     """Start one process per shard, wait for all, and say what each has."""
     options.out.mkdir(parents=True, exist_ok=True)
     words = sys.argv[sys.argv.index("all") + 1 :]
-    for name in ("--processes", "--out"):
+    for name in ("--processes", "--out", "--gpus"):
         words = without(words, name)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = []
     for number in range(1, options.processes + 1):
         place = options.out / str(number)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CACHE_ROOT": str(options.out / f"{number}.cache"),
+        }
+        if options.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = options.gpus[number % len(options.gpus)]
         log = (options.out / f"{number}.log").open("w", encoding="utf-8")
         command = [sys.executable, __file__, "collect", *words]
         command += ["--shard", f"{number}/{options.processes}", "--out", str(place)]
@@ -143,15 +152,13 @@ def run_all(options: argparse.Namespace) -> None:
 
 
 def without(words: list[str], option: str) -> list[str]:
-    """Leave out an option and its value, typed as one word or as two."""
+    """Leave out an option and its values, up to the next option, typed as one word or as several."""
     kept: list[str] = []
     skip = False
     for word in words:
-        if skip:
-            skip = False
-        elif word == option:
-            skip = True
-        elif not word.startswith(f"{option}="):
+        if word.startswith("--"):
+            skip = word.split("=")[0] == option
+        if not skip:
             kept.append(word)
     return kept
 

@@ -39,7 +39,12 @@ from fliptrace_interventions.fragility.scoring import (
     score,
     step_reliability,
 )
-from fliptrace_interventions.fragility.survival import CallSurvival, _on_device
+from fliptrace_interventions.fragility.survival import (
+    CallSurvival,
+    _on_device,
+    _on_host,
+    _survivals,
+)
 
 ATOMIC = "atomic:8"
 STEPS = 8
@@ -108,18 +113,34 @@ def test_a_repeatable_reduction_gives_every_call_its_recorded_bits(llama, tiny, 
     made = observe_reference(
         llama, tiny.prompt_ids(10), reduction="deterministic:8", seed=0, max_new_tokens=3
     )
-    if path == "host":
-        found = replay_shrinks(llama, made.calls, reduction="deterministic:8", seed=0, executions=3)
-        assert [each.rate for each in found] == [0.0] * len(made.calls)
-        return
     weights = {site: llama.shrink_weight(site).contiguous() for site in range(len(llama.sites))}
-    outputs = dict(
-        enumerate(output for _, output in _on_device(made.calls, weights, "deterministic:8", 0, 3))
-    )
-    assert len(outputs) == len(made.calls)
-    for number, call in enumerate(made.calls):
-        for output in outputs[number]:
-            assert torch.equal(integer_view(output), integer_view(call.output))
+    outputs = {"host": _on_host, "device": _on_device}[path]
+    seen = []
+    for calls, replays in outputs(made.calls, weights, "deterministic:8", 0, 3):
+        recorded = torch.cat([call.output.flatten() for call in calls])
+        assert replays.shape == (3, recorded.numel())
+        assert all(torch.equal(integer_view(one), integer_view(recorded)) for one in replays)
+        found = _survivals(calls, replays, llama.dtype)
+        assert [each.rate for each in found] == [0.0] * len(calls)
+        seen += calls
+    assert seen == made.calls
+
+
+def test_survivals_of_several_calls_are_told_apart(llama, run):
+    """Coordinates planted in two of three calls are found in those calls, executions and places, with their outputs."""
+    calls = run.calls[:3]
+    recorded = torch.cat([call.output.flatten() for call in calls])
+    made = recorded.repeat(5, 1)
+    sizes = [call.output.numel() for call in calls]
+    made[4, 7] *= 2  # the first call
+    made[1, sizes[0] + sizes[1] + 2] *= -1  # the third one
+    first, second, third = _survivals(calls, made, llama.dtype)
+    assert first.hits.nonzero().tolist() == [list(divmod(7, first.call.output.shape[1]))]
+    assert second.hits.sum() == 0 == len(second.outputs)
+    assert third.hits.nonzero().tolist() == [[0, 2]]
+    assert (first.rate, second.rate, third.rate) == (0.2, 0.0, 0.2)
+    (output,) = third.outputs
+    assert torch.equal(output.flatten(), made[1, -sizes[2] :])
 
 
 def test_survival_counts_what_rounds_otherwise(run, llama):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fliptrace.errors import InputError
 from fliptrace_interventions.fragility.boundaries import (
@@ -16,7 +19,7 @@ from fliptrace_interventions.fragility.boundaries import (
     distance_bins,
     summand_scale,
 )
-from fliptrace_interventions.fragility.reference import ReferenceRun
+from fliptrace_interventions.fragility.reference import ReferenceRun, ShrinkCall
 from fliptrace_interventions.fragility.replays import (
     Beginning,
     ForcedReplay,
@@ -132,29 +135,32 @@ def _survival_values(
     crossing = torch.zeros_like(counted)
     named: list[tuple[float, dict[str, Any]]] = []
     coordinates = 0
-    for each in survival:
-        step = each.call.step
-        equal[step] *= 1 - each.rate
-        share = each.hits.double() / each.executions
-        expected[step] += float(share.sum())
-        scale = summand_scale(each.call.operand, engine.shrink_weight(each.call.site))
-        distance = boundary_distances(each.call.output, engine.dtype, scale=scale).cpu()
-        bins = distance_bins(distance).flatten()
+    for step, group in groupby(survival, key=lambda each: each.call.step):
+        together = list(group)
+        values, distances = _distances(engine, [each.call for each in together])
+        share = torch.cat([each.hits.flatten() for each in together]).double()
+        share /= together[0].executions
+        equal[step] = math.prod(1 - each.rate for each in together)
+        expected[step] = float(share.sum())
+        bins = distance_bins(distances)
         counted += torch.bincount(bins, minlength=DISTANCE_BINS)
-        crossing += torch.bincount(bins, weights=share.flatten(), minlength=DISTANCE_BINS)
-        coordinates += share.numel()
-        for row, rank in each.hits.nonzero().tolist():
-            position = row if step == 0 else len(run.prompt_ids) + step - 1
+        crossing += torch.bincount(bins, weights=share, minlength=DISTANCE_BINS)
+        begins = np.cumsum([0] + [each.hits.numel() for each in together])
+        coordinates += int(begins[-1])
+        for number in share.nonzero().flatten().tolist():
+            which = int(np.searchsorted(begins, number, side="right")) - 1
+            call = together[which].call
+            row, rank = divmod(number - int(begins[which]), call.output.shape[1])
             place = {
                 "step": step,
-                "site": engine.sites[each.call.site].path,
-                "position": position,
+                "site": engine.sites[call.site].path,
+                "position": row if step == 0 else len(run.prompt_ids) + step - 1,
                 "rank": rank,
-                "value": float(each.call.output[row, rank]),
-                "distance": float(distance[row, rank]),
-                "share": float(share[row, rank]),
+                "value": float(values[number]),
+                "distance": float(distances[number]),
+                "share": float(share[number]),
             }
-            named.append((float(share[row, rank]), place))
+            named.append((float(share[number]), place))
     named.sort(key=lambda pair: -pair[0])
     return {
         "executions": survival[0].executions,
@@ -166,3 +172,11 @@ def _survival_values(
         "bins_crossing": [round(value, 6) for value in crossing.tolist()],
         "most_crossing": [place for _, place in named[:_NAMED]],
     }
+
+
+def _distances(engine: Any, calls: Sequence[ShrinkCall]) -> tuple[Tensor, Tensor]:
+    """Return all coordinates of a step's calls and their distances to a boundary, on the host, in one transfer each."""
+    values = torch.cat([call.output.flatten() for call in calls])
+    scales = [summand_scale(call.operand, engine.shrink_weight(call.site)) for call in calls]
+    scale = torch.cat([each.flatten() for each in scales])
+    return values.cpu(), boundary_distances(values, engine.dtype, scale=scale).cpu()

@@ -73,21 +73,32 @@ def replay_shrinks(
     weights = {
         site: engine.shrink_weight(site).contiguous() for site in {call.site for call in calls}
     }
-    return [
-        _survival(call, made, executions, engine.dtype)
-        for call, made in outputs(calls, weights, reduction, seed, executions)
-    ]
+    found: list[CallSurvival] = []
+    for together, made in outputs(calls, weights, reduction, seed, executions):
+        found += _survivals(together, made, engine.dtype)
+    return found
 
 
-def _survival(call: ShrinkCall, made: Tensor, executions: int, dtype: torch.dtype) -> CallSurvival:
-    """Compare replays [N, T, R] with the recorded output."""
-    recorded = integer_view(round_to(call.output, dtype))
-    other = integer_view(round_to(made, dtype)) != recorded
-    hits = other.sum(0)
-    crossed = other.flatten(1).any(1).nonzero().flatten().tolist() if int(hits.sum()) else []
-    return CallSurvival(
-        call, executions, hits.cpu(), tuple(made[number].clone() for number in crossed)
-    )
+def _survivals(
+    calls: Sequence[ShrinkCall], made: Tensor, dtype: torch.dtype
+) -> Iterator[CallSurvival]:
+    """Compare replays of calls, [N, all their coordinates], with the recorded outputs.
+
+    One transfer for all of them: where many processes share a GPU, each wait for it is long.
+    """
+    executions = made.shape[0]
+    recorded = torch.cat([call.output.flatten() for call in calls])
+    other = integer_view(round_to(made, dtype)) != integer_view(round_to(recorded, dtype))
+    sizes = [call.output.numel() for call in calls]
+    pieces = zip(calls, made.split(sizes, dim=1), other.cpu().split(sizes, dim=1), strict=True)
+    for call, outputs, differs in pieces:
+        crossed = differs.any(1).nonzero().flatten().tolist()
+        yield CallSurvival(
+            call,
+            executions,
+            differs.sum(0).view(call.output.shape),
+            tuple(outputs[number].view(call.output.shape).clone() for number in crossed),
+        )
 
 
 def _on_host(
@@ -96,7 +107,7 @@ def _on_host(
     reduction: str,
     seed: int,
     executions: int,
-) -> Iterator[tuple[ShrinkCall, Tensor]]:
+) -> Iterator[tuple[list[ShrinkCall], Tensor]]:
     """Stack a call's replays as rows: a row's sum does not depend on other rows, and each draws orders of its own."""
     named = parse_reduction(reduction)
     for number, call in enumerate(calls):
@@ -113,9 +124,9 @@ def _on_host(
                 schedule=schedule,
                 call_key=number,
             )[0]
-            pieces.append(made.view(count, rows, -1))
+            pieces.append(made.view(count, -1))
             done += count
-        yield call, torch.cat(pieces)
+        yield [call], torch.cat(pieces)
 
 
 def _on_device(
@@ -124,7 +135,7 @@ def _on_device(
     reduction: str,
     seed: int,
     executions: int,
-) -> Iterator[tuple[ShrinkCall, Tensor]]:
+) -> Iterator[tuple[list[ShrinkCall], Tensor]]:
     """Capture the calls of a step in one graph and run it again and again, each call with its own launch."""
     for step, group in groupby(calls, key=lambda call: call.step):
         together = list(group)
@@ -138,7 +149,6 @@ def _on_device(
         for execution in range(executions):
             run(execution)
             made[execution] = out
-        for call, piece in zip(together, made.split(sizes, dim=1), strict=True):
-            yield call, piece.reshape(executions, *call.output.shape)
+        yield together, made
         for graph in graphs:
             graph.reset()

@@ -1,4 +1,7 @@
-"""What the fields of an edit may be: each check makes a field canonical, or refuses it and says what was expected."""
+"""What the fields of an edit and the numbers of a proof may be.
+
+Each check makes a field canonical, or refuses it and says what was expected.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,16 @@ def check_step(step: Any, least: int, what: str) -> None:
     """Refuse what is no step."""
     if not is_whole(step) or step < least:
         raise InputError(f"{what} needs a step of at least {least}; got {step!r}")
+
+
+def check_proof(repeats: int, shams: int, seed: int, max_new_tokens: int | None) -> None:
+    """Refuse numbers with which no proof can be run; see Workbench for what they are."""
+    if repeats < 2:
+        raise InputError(f"a proof repeats every arm at least twice; got repeats={repeats}")
+    if shams < 0 or seed < 0:
+        raise InputError(f"shams and seed must not be negative; got {shams} and {seed}")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise InputError(f"max new tokens must be at least 1; got {max_new_tokens}")
 
 
 def check_expect(expect: Any) -> None:

@@ -23,6 +23,7 @@ from fliptrace.judgements import (
 from fliptrace.pair import Pair
 from fliptrace_interventions.arms import ArmSettings
 from fliptrace_interventions.bench import Bench
+from fliptrace_interventions.checks import check_proof
 from fliptrace_interventions.edits import Edit
 from fliptrace_interventions.identity import told_differences
 from fliptrace_interventions.judging import Evidence, combined, judge
@@ -94,12 +95,7 @@ class Workbench:
             InputError: the traces are redacted, cut short or of another model, adapter, dtype or engine; nothing
                 flipped and no target was given; a reduction that is not repeatable was not allowed.
         """
-        if repeats < 2:
-            raise InputError(f"a proof repeats every arm at least twice; got repeats={repeats}")
-        if shams < 0 or seed < 0:
-            raise InputError(f"shams and seed must not be negative; got {shams} and {seed}")
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise InputError(f"max new tokens must be at least 1; got {max_new_tokens}")
+        check_proof(repeats, shams, seed, max_new_tokens)
         self.pair = pair
         self.engine = engine
         self._max_new_tokens = max_new_tokens

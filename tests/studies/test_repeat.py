@@ -110,19 +110,20 @@ def test_more_prompts_add_to_those_drawn_before():
 
 
 @pytest.mark.parametrize(
-    ("selection", "words"),
+    ("chosen", "words"),
     [
-        (Selection(("7",)), "row 7"),
-        (Selection(("1", "0-2")), "twice"),
-        (Selection(count=9), "5 rows"),
-        (Selection(count=0), "at least 1"),
-        (Selection(("x",)), "numbers"),
+        ({"rows": ("7",)}, "row 7"),
+        ({"rows": ("1", "0-2")}, "twice"),
+        ({"count": 9}, "5 rows"),
+        ({"count": 0}, "at least 1"),
+        ({"seed": -1}, "at least 0"),
+        ({"rows": ("x",)}, "numbers"),
     ],
 )
-def test_impossible_selections_are_refused(selection, words):
+def test_impossible_selections_are_refused(chosen, words):
     """The message says what there is."""
     with pytest.raises(InputError, match=words):
-        selection.of(5)
+        Selection(**chosen).of(5)
 
 
 def test_scorers(tmp_path, monkeypatch):

@@ -236,6 +236,7 @@ def trace_intervene(
     """
     from fliptrace.pair.pair import require_new
     from fliptrace_interventions.budget import Budget
+    from fliptrace_interventions.checks import check_proof
     from fliptrace_interventions.command_line import pairs
     from fliptrace_interventions.command_line.running import Task, run_task
 
@@ -255,6 +256,7 @@ def trace_intervene(
         )
     named = _Model(model, adapter, str(engine), device, str(dtype), tuple(vllm_argument or ()))
     budget = Budget(budget_runs, budget_minutes)
+    check_proof(repeats, shams, seed, max_new_tokens)  # before minutes of loading
     if out is not None:
         require_new(out)
     with pairs.open_pair(source) as pair:

@@ -59,6 +59,7 @@ from fliptrace.command_line.study_options import (
     YesOption,
 )
 from fliptrace.command_line.vllm_arguments import VllmArgumentOption, read_vllm_arguments
+from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
     from fliptrace.studies import ModelSettings, Selection, Study
@@ -240,6 +241,8 @@ def run_and_show(
     from fliptrace.studies.running import run_here
 
     chosen = executor or run_here
+    if isinstance(run, RunParameters) and run.ray is None and run.ray_workers is not None:
+        raise InputError(f"--ray-workers goes with --ray; got {run.ray_workers} and no --ray")
     if isinstance(run, RunParameters) and run.ray is not None:
         from fliptrace.studies.ray_workers import ray_executor
 

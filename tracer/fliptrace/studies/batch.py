@@ -18,6 +18,7 @@ from typing import Any
 from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.engines import VLLM_OWN
+from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.batch_comparisons import FIXED, LOCATE, PREFIXES, VARIATIONS
 from fliptrace.studies.engine_process import (
     EngineProcess,
@@ -165,8 +166,7 @@ class BatchStudy:
             ("the number of prompts to locate", self.locate, 0),
             ("the tokens to locate", self.locate_tokens, 1),
         ):
-            if number < least:
-                raise InputError(f"{what} must be at least {least}; got {number}")
+            check_at_least(what, number, least)
         if not self.batch_sizes or min(self.batch_sizes) < 2:
             raise InputError(
                 f"batch sizes begin at 2; got {list(self.batch_sizes)}. Requests alone are asked for by their number"

@@ -13,6 +13,7 @@ from typing import Any
 
 from fliptrace.errors import InputError
 from fliptrace.pair.engines import VLLM_OWN
+from fliptrace.studies.amounts import check_above_zero, check_at_least
 from fliptrace.studies.engines import (
     ModelSettings,
     describe_engine,
@@ -21,7 +22,13 @@ from fliptrace.studies.engines import (
     simulates,
 )
 from fliptrace.studies.golden import golden_differences, read_golden, require_same, save_golden
-from fliptrace.studies.repeatability import PromptRuns, engine_runner, run_rounds
+from fliptrace.studies.repeatability import (
+    LEAST_ROUNDS,
+    PromptRuns,
+    check_rounds,
+    engine_runner,
+    run_rounds,
+)
 from fliptrace.studies.statistics import (
     Share,
     exact_share,
@@ -281,7 +288,7 @@ def run_check(
         RecordingError: nothing is saved, as the runs did not repeat.
         StorageError: the golden file cannot be written.
     """
-    check_numbers(settings.fail_on, settings.max_new_tokens)
+    check_numbers(settings.fail_on, settings.rounds, settings.seconds, settings.max_new_tokens)
     reduction = settings.chosen_reduction
     golden = None if against is None else read_golden(against)
     engine = settings.model.load()
@@ -316,16 +323,17 @@ def run_check(
     return result
 
 
-def check_numbers(fail_on: str, max_new_tokens: int) -> None:
-    """Refuse settings that mean nothing.
+def check_numbers(fail_on: str, rounds: int, seconds: float, max_new_tokens: int) -> None:
+    """Refuse settings that mean nothing, before a model is loaded.
 
     Raises:
         InputError: which.
     """
     if fail_on not in LEVELS:
         raise InputError(f"a check fails on {' or '.join(LEVELS)}; got {fail_on!r}")
-    if max_new_tokens < 1:
-        raise InputError(f"max new tokens must be at least 1; got {max_new_tokens}")
+    check_rounds(rounds)
+    check_above_zero("seconds", seconds, f"The first {LEAST_ROUNDS} runs are made in any case")
+    check_at_least("max new tokens", max_new_tokens)
 
 
 def _stack(description: Mapping[str, Any], reduction: str, simulated: bool) -> Stack:

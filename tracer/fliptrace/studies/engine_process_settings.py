@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fliptrace.errors import InputError
+from fliptrace.studies.amounts import check_above_zero, check_at_least
 from fliptrace.studies.engine_process import (
     NO_ADAPTER,
     WITHOUT_PLUGIN,
@@ -61,6 +62,14 @@ class EngineSettings:
     scratch: str = ""
     start_seconds: float = 300.0
 
+    def __post_init__(self) -> None:
+        """Refuse numbers with which no engine starts."""
+        check_above_zero("the cache of an engine, in GiB,", self.cache_gib)
+        check_above_zero("the seconds in which an engine may start", self.start_seconds)
+        check_at_least("batched tokens", self.max_num_batched_tokens)
+        if self.max_model_len is not None:
+            check_at_least("max model len", self.max_model_len)
+
     def identity(self) -> dict[str, Any]:
         """Return what rows depend on."""
         return {
@@ -78,7 +87,7 @@ class EngineSettings:
             engine: as the person asked for it.
 
         Raises:
-            InputError: another engine than vLLM, an unknown mode, numbers that mean nothing.
+            InputError: another engine than vLLM, an unknown mode.
         """
         if engine not in _ENGINES:
             raise InputError(
@@ -88,11 +97,6 @@ class EngineSettings:
             )
         if self.mode not in MODES:
             raise InputError(f"mode must be one of {', '.join(MODES)}; got {self.mode!r}")
-        if not self.cache_gib > 0 or self.max_num_batched_tokens < 1 or not self.start_seconds > 0:
-            raise InputError(
-                "cache, batched tokens and seconds to start must be above 0; got "
-                f"{self.cache_gib} GiB, {self.max_num_batched_tokens} and {self.start_seconds}"
-            )
 
     @property
     def folder(self) -> Path:

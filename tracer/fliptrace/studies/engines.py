@@ -18,6 +18,7 @@ from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.engines import VLLM_OWN, load_engine
 from fliptrace.pair.prompts import Prompt, encode_prompt
 from fliptrace.pair.recording import set_reduction
+from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.server_client import SERVER
 from fliptrace_kernels import FliptraceKernelsError, parse_reduction
 
@@ -61,6 +62,10 @@ class ModelSettings:
     threads: int = 1
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Refuse what no worker could run with, before a folder is made."""
+        check_at_least("threads", self.threads)
+
     def identity(self) -> dict[str, Any]:
         """Return what rows depend on; model and adapter are known by their hashes, not by where they lie."""
         passed = {"vllm_arguments": dict(self.vllm_arguments)} if self.vllm_arguments else {}
@@ -84,8 +89,6 @@ class ModelSettings:
             raise InputError(
                 "a model needs a LoRA adapter and an adapter its model: give both, or neither for the bundled ones"
             )
-        if self.threads < 1:
-            raise InputError(f"threads must be at least 1; got {self.threads}")
         torch.set_num_threads(self.threads)
         bundled = bundled_model()
         return load_engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ class LabelledText:
         return f"row {self.number}"
 
 
+def check_threshold(threshold: float) -> None:
+    """Refuse a threshold with which every label would be no.
+
+    Raises:
+        InputError: it is infinite or not a number.
+    """
+    if not math.isfinite(threshold):
+        raise InputError(f"the threshold must be a finite number; got {threshold}")
+
+
 def read_labelled(
     path: str | Path, text_column: str, label_column: str, threshold: float
 ) -> list[LabelledText]:
@@ -45,8 +56,9 @@ def read_labelled(
         threshold: from which number on a label is yes.
 
     Raises:
-        InputError: unreadable, a column that is not there, a label that is none.
+        InputError: unreadable, a column that is not there, a label or threshold that is none.
     """
+    check_threshold(threshold)
     file_path = Path(path).expanduser()
     try:
         with file_path.open(encoding="utf-8", newline="") as file:

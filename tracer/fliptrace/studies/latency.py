@@ -18,6 +18,7 @@ from typing import Any
 from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.engines import VLLM_OWN
+from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.batch import SWITCHES, Arm
 from fliptrace.studies.engine_process import (
     NO_ADAPTER,
@@ -123,8 +124,8 @@ class LatencyStudy:
             ("trials", self.trials),
             ("rounds", self.rounds),
         ):
-            if number < 1:
-                raise InputError(f"{what} must be at least 1; got {number}")
+            check_at_least(what, number)
+        check_at_least("the seed", self.seed, 0)
         if self.new_tokens < 2:
             raise InputError(
                 f"new tokens must be at least 2, else there is no time per output token; got {self.new_tokens}"

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fliptrace.errors import FliptraceError, InputError
+from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.items import Item
 from fliptrace.studies.running import Continue, Executor, Finished, WorkerReady
 from fliptrace.studies.study import Study
@@ -34,8 +35,8 @@ def ray_executor(address: str = "local", workers: int | None = None) -> Executor
         raise InputError(
             "--ray needs Ray, which is not installed: pip install 'fliptrace[studies]', or leave --ray out"
         ) from error
-    if workers is not None and workers < 1:
-        raise InputError(f"--ray-workers must be at least 1; got {workers}")
+    if workers is not None:
+        check_at_least("--ray-workers", workers)
 
     def execute(
         study: Study, items: Sequence[Item], go_on: Continue

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fliptrace.errors import InputError
+from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.engine_process_reductions import (
     IN_PROCESS,
     IN_THIS_PROCESS,
@@ -98,8 +99,7 @@ class RepeatStudy:
             InputError: a setting that means nothing.
         """
         check_repeats("repetitions", self.repetitions, self.seed)
-        if self.max_new_tokens < 1:
-            raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
+        check_at_least("max new tokens", self.max_new_tokens)
         load_scorer(self.scorer)
         if self.run_programs and not self.writes_programs:
             raise InputError(

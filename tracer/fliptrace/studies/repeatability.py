@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fliptrace.errors import InputError
+from fliptrace.studies.amounts import check_at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,18 @@ class PromptRuns:
 
 #: Runs one prompt in one round: (prompt number, round) -> run.
 Runner = Callable[[int, int], Run]
+#: Without a second run there is nothing to compare.
+LEAST_ROUNDS = 2
+
+
+def check_rounds(rounds: int) -> None:
+    """Refuse what repeats nothing.
+
+    Raises:
+        InputError: fewer than two rounds.
+    """
+    if rounds < LEAST_ROUNDS:
+        raise InputError(f"repeating takes at least {LEAST_ROUNDS} runs; got {rounds}")
 
 
 def run_rounds(
@@ -123,15 +136,14 @@ def run_rounds(
     Raises:
         InputError: fewer than two rounds, or no prompts.
     """
-    if rounds < 2:
-        raise InputError(f"repeating takes at least 2 runs; got {rounds}")
+    check_rounds(rounds)
     if not prompts:
         raise InputError("there is nothing to ask: give at least one prompt")
     begin = time.monotonic()
     longest = 0.0
     for number in range(rounds):
         started = time.monotonic()
-        if number >= 2 and seconds is not None and started - begin + longest > seconds:
+        if number >= LEAST_ROUNDS and seconds is not None and started - begin + longest > seconds:
             return number
         for position, prompt in enumerate(prompts):
             prompt.runs.append(runner(position, number))
@@ -172,8 +184,7 @@ def assert_repeatable(
     """
     __tracebackhide__ = True
     named = [PromptRuns(f"prompt {number}") for number in range(len(prompts))]
-    if max_new_tokens < 1:
-        raise InputError(f"max new tokens must be at least 1; got {max_new_tokens}")
+    check_at_least("max new tokens", max_new_tokens)
     before = None
     if hasattr(stack, "intercepted") and hasattr(stack, "step"):
         if generate_options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -114,8 +115,10 @@ def run_study(
     """
     from fliptrace.studies.results import write_results
 
-    if budget_minutes is not None and not budget_minutes >= 0:
-        raise InputError(f"a budget is a number of minutes, 0 or more; got {budget_minutes}")
+    if budget_minutes is not None and not (math.isfinite(budget_minutes) and budget_minutes >= 0):
+        raise InputError(
+            f"a budget is a number of minutes, 0 or more; got {budget_minutes}. Leave it out for no limit"
+        )
     begin = time.monotonic()
     items = list(study.items())
     ids = [item.id for item in items]

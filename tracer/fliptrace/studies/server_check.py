@@ -107,7 +107,7 @@ def run_server_check(
         RecordingError: nothing is saved, as the runs did not repeat.
         StorageError: the golden file cannot be written.
     """
-    check_numbers(settings.fail_on, settings.max_new_tokens)
+    check_numbers(settings.fail_on, settings.rounds, settings.seconds, settings.max_new_tokens)
     golden = None if against is None else read_golden(against)
     server = CompletionsServer(settings.url, settings.model)
     texts = settings.prompts or PROMPTS

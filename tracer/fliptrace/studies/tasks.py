@@ -21,6 +21,7 @@ from typing import Any
 from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.prompts import GSM8K_INSTRUCTION, parse_selection, require_text
+from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.answers import final_answer, number_of, prepared_solution
 from fliptrace.studies.importers import gold_of, read_inspect, read_lm_eval
 from fliptrace.studies.programs import TEST_TASKS, mbpp_prompt
@@ -73,14 +74,18 @@ class Selection:
     count: int | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that select nothing, or draw what another seed draws."""
+        if self.count is not None:
+            check_at_least("the number of prompts", self.count)
+        check_at_least("the prompt seed", self.seed, 0)
+
     def of(self, total: int) -> list[int]:
         """Return row numbers.
 
         Raises:
             InputError: there are not so many rows.
         """
-        if self.count is not None and self.count < 1:
-            raise InputError(f"the number of prompts must be at least 1; got {self.count}")
         if self.rows:
             rows = parse_selection(self.rows)
             if len(set(rows)) != len(rows):

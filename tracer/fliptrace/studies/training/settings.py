@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fliptrace.errors import InputError
+from fliptrace.studies.amounts import check_at_least
+from fliptrace.studies.labelled import check_threshold
 
 KINDS = ("gsm8k", "mbpp", "csv")
 
@@ -90,12 +92,11 @@ class TrainSettings:
                 f"an adapter is trained for gsm8k:PATH, mbpp:PATH or csv:PATH; got {self.task!r}"
             )
         for what in ("rank", "epochs", "batch", "max_length", "threads"):
-            if getattr(self, what) < 1:
-                raise InputError(
-                    f"{what.replace('_', ' ')} must be at least 1; got {getattr(self, what)}"
-                )
-        if self.max_steps is not None and self.max_steps < 1:
-            raise InputError(f"max steps must be at least 1; got {self.max_steps}")
+            check_at_least(what.replace("_", " "), getattr(self, what))
+        if self.max_steps is not None:
+            check_at_least("max steps", self.max_steps)
+        check_at_least("the seed", self.seed, 0)
+        check_threshold(self.threshold)
         if not 0 < self.learning_rate < 1:
             raise InputError(
                 f"the learning rate must lie between 0 and 1; got {self.learning_rate}"

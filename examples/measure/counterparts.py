@@ -5,7 +5,8 @@
 
 A section whose rows are not there is left out. Rows that a study wrote (`pack`) go before those of earlier scripts.
 Their names: h200-study-repeat-16, -repeat-32, -decide, -replay, -batch, -batch-vary, -latency-16, -latency-32 and
--invariant-cost. The paper's numbers are those of arXiv:2611.10334v1.
+-invariant-cost. Rows of cpu-fragility, h200-fragility and h200-fragility-vllm are what `fragility.py export` writes.
+The paper's numbers are those of arXiv:2611.10334v1.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from counterpart_beyond import arrangements, first_modules, invariance_costs
+from counterpart_fragility import PICTURE, draw, predictions
 from counterpart_rows import NOTHING, pack, prose, rows_of, share, table
 from counterpart_tables import batches, decisions, repetitions
 
@@ -78,6 +80,7 @@ def main() -> None:
         pack(options.folder / "rows.jsonl", RESULTS / f"{options.name}.jsonl.gz")
     else:
         PAGE.write_text(page(RESULTS), "utf-8")
+        draw(RESULTS, PAGE.parent / PICTURE)
         print(f"written: {PAGE}")
 
 
@@ -294,6 +297,7 @@ SECTIONS: dict[str, Callable[[Path], list[str]]] = {
     "Beyond the paper: order, neighbours, prefixes": arrangements,
     "Beyond the paper: what first depends on the batch": first_modules,
     "Beyond the paper: what batch invariance costs": invariance_costs,
+    "Beyond the paper: flips predicted from a few replays": predictions,
 }
 
 if __name__ == "__main__":

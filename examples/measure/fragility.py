@@ -9,14 +9,14 @@
 takes the same options, by which it checks that every part was begun with them. A run that was killed, or stopped by
 --budget-minutes, goes on with the same command. Without --model the bundled model runs.
 
-What was run on an NVIDIA H200 host with 16 cores (PYTHONPATH holds tracer, interventions and kernels):
+What was run (PYTHONPATH holds tracer, interventions and kernels), the last two on a host with two NVIDIA H200:
 
-    … all --processes 12 --device cpu --prompts 200 --observed 12 --budget-minutes 8 --out cpu
-    … all --processes 14 --device cuda --model SMOLLM2 --adapter ADAPTER --task gsm8k:test.jsonl --prompts 140 \
-        --observed 8 --max-new-tokens 64 --budget-minutes 8 --out transformers
-    … all --processes 5 --engine vllm --attention TRITON_ATTN --reduction vllm-own --model SMOLLM2 --adapter ADAPTER \
-        --vllm-arguments '{"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1000000000}' \
-        --task gsm8k:test.jsonl --prompts 60 --observed 8 --max-new-tokens 64 --budget-minutes 7 --out vllm
+    … all --processes 14 --device cpu --prompts 200 --observed 12 --out cpu
+    … all --processes 22 --gpus 0 1 --device cuda --model SMOLLM2 --adapter ADAPTER --task gsm8k:test.jsonl \
+        --prompts 140 --observed 8 --max-new-tokens 64 --budget-minutes 8.5 --out transformers
+    … all --processes 10 --gpus 1 --engine vllm --attention TRITON_ATTN --reduction vllm-own --model SMOLLM2 \
+        --adapter ADAPTER --vllm-arguments '{"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1073741824}' \
+        --task gsm8k:test.jsonl --prompts 140 --observed 8 --max-new-tokens 64 --budget-minutes 7 --out vllm
 """
 
 from __future__ import annotations

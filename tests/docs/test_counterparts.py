@@ -139,3 +139,26 @@ def test_latencies_pair_rounds(script, tmp_path):
         *("+100.0 %", "+1.62 %", "–", "+0.0 %", "-50.0 %")
     ]
     assert line_of(page, "| 16 | 1 |")[5].startswith("+300.0 %")
+
+
+def test_predicted_flips(script, repository_root, tmp_path):
+    """The page and the component's README name the same numbers, and the picture is drawn from the same rows."""
+    results = repository_root / "examples/measure/results"
+    page = script.page(results)
+    readme = (repository_root / "interventions/README.md").read_text("utf-8")
+    for name, label in (
+        ("cpu-fragility", "CPU, simulated `atomic:8`"),
+        ("h200-fragility", "H200, `atomic:8`"),
+    ):
+        (whole, bins) = [line for line in page.splitlines() if line.startswith(f"| {label}")]
+        prompts, predicted, observed = (cell.strip() for cell in whole.split("|")[2:5])
+        assert f"{name}.jsonl.gz" in readme
+        said = " ".join(readme.split(f"{name}.jsonl.gz")[1].split())[:1000]
+        count, _, total = observed.partition(" (")[0].partition(" of ")
+        assert (
+            f"In {prompts} prompts and {total} repetitions {predicted} changes were predicted and {count}"
+            in said
+        )
+        assert bins.count(" of ") == 6
+    script.draw(results, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text("utf-8").startswith("<?xml")

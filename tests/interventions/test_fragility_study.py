@@ -103,6 +103,7 @@ def test_the_page_says_who_orders_atomics_and_how_right_it_was(whole):
     assert entry["steps"] == entry["steps_in_reach"] == 10
     assert entry["calibration"]["comparisons"] == 4
     assert result.report.figure is not None
+    assert (folder / "figure.svg").is_file()
     html = (folder / "figure.html").read_text("utf-8")
     assert 'src="http' not in html
     for name in ("rows", "prompts", "steps"):

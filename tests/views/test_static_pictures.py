@@ -113,6 +113,33 @@ def test_one_coordinate_among_half_a_million_is_drawn(pairs):
     assert "Max-pooled" in texts(figure).replace("\n", " ")
 
 
+def reliability_bin(predicted=0.25, observed=0.5, comparisons=40):
+    return {
+        "predicted": predicted,
+        "observed": observed,
+        "low": observed / 2,
+        "high": 1 - observed / 2,
+        "comparisons": comparisons,
+    }
+
+
+def test_reliability_points_are_where_the_bins_are():
+    """Markers at prediction and observation in percent, larger for more comparisons, with the intervals as lines."""
+    bins = [reliability_bin(), reliability_bin(0.75, 0.125, 400)]
+    figure = static.reliability_picture({"prompts": bins, "steps": [reliability_bin(1.0, 1.0)]})
+    (axis,) = figure.axes
+    lines, markers, _, others = axis.collections
+    assert markers.get_offsets().tolist() == [[25, 50], [75, 12.5]]
+    assert others.get_offsets().tolist() == [[100, 100]]
+    small, large = markers.get_sizes()
+    assert large > small
+    assert [line.tolist() for line in lines.get_segments()] == [
+        [[25, 25], [25, 75]],
+        [[75, 6.25], [75, 93.75]],
+    ]
+    assert "prompts" in texts(figure)
+
+
 @pytest.mark.parametrize("width", [static.COLUMN, static.PAGE])
 def test_pictures_fit_the_paper(pairs, results, width, tmp_path):
     """Each is as wide as it was asked for, in one column and in two, and nothing is cut off at its sides."""
@@ -126,6 +153,9 @@ def test_pictures_fit_the_paper(pairs, results, width, tmp_path):
         ),
         "replay": static.replay_picture(results["replay"], width=width),
         "latency": static.latency_picture(results["latency"], width=width),
+        "reliability": static.reliability_picture(
+            {"what ran, in as many words as a row of a table has": [reliability_bin()]}, width=width
+        ),
     }
     for name, figure in pictures.items():
         path = static.write_picture(figure, tmp_path / f"{name}.png")
@@ -229,6 +259,9 @@ def test_latency_ratios_are_paired_by_round(results):
         (lambda: static.replay_picture([]), "nothing to draw"),
         (lambda: static.replay_picture([{"reduction": "unsplit"}]), "row 0 lacks phase"),
         (lambda: static.latency_picture([]), "nothing to draw"),
+        (lambda: static.reliability_picture({}), "1 to 4 series of bins; got 0"),
+        (lambda: static.reliability_picture({"prompts": []}), "nothing to draw"),
+        (lambda: static.reliability_picture({"p": [{"predicted": 0}]}), "row 0 lacks observed"),
         (
             lambda: static.latency_picture(
                 [{"reduction": "a", "rank": 1, "batch": 1, "round": 0, "seconds": 1.0}]

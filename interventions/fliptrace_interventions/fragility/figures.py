@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from fliptrace.views.escaping import plotly_label
-from fliptrace_interventions.fragility.scoring import ReliabilityBin
+from fliptrace_interventions.fragility.scoring import ReliabilityBin, plain_bins
 
 #: From Okabe and Ito's colour-blind-safe set, as all of fliptrace's figures.
 _BLUE, _VERMILION, _GREEN = "#0072b2", "#d55e00", "#009e73"
@@ -82,26 +82,18 @@ def fragility_figure(
 
 
 def _points(name: str, bins: Sequence[ReliabilityBin], colour: str, symbol: str) -> go.Scatter:
-    values = [each.observed.value or 0.0 for each in bins]
-    highs = [
-        value if each.observed.interval is None else each.observed.interval.high
-        for each, value in zip(bins, values, strict=True)
-    ]
-    lows = [
-        value if each.observed.interval is None else each.observed.interval.low
-        for each, value in zip(bins, values, strict=True)
-    ]
+    plain = plain_bins(bins)
     return go.Scatter(
-        x=[each.predicted for each in bins],
-        y=values,
+        x=[each["predicted"] for each in plain],
+        y=[each["observed"] for each in plain],
         mode="markers",
         name=name,
         marker={"color": colour, "symbol": symbol, "size": 9},
         error_y={
             "type": "data",
             "symmetric": False,
-            "array": [max(0.0, high - value) for high, value in zip(highs, values, strict=True)],
-            "arrayminus": [max(0.0, value - low) for low, value in zip(lows, values, strict=True)],
+            "array": [max(0.0, each["high"] - each["observed"]) for each in plain],
+            "arrayminus": [max(0.0, each["observed"] - each["low"]) for each in plain],
         },
         hovertext=[f"{each.count} {name}: {each.observed}" for each in bins],
     )

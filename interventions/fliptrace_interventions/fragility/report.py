@@ -24,6 +24,7 @@ from fliptrace_interventions.fragility.scoring import (
     cost,
     halves,
     observe,
+    plain_bins,
     prompt_reliability,
     rate_of_others,
     repetitions_for,
@@ -33,6 +34,8 @@ from fliptrace_interventions.fragility.scoring import (
 from fliptrace_interventions.fragility.wording import distance_words, reduction_lines
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Picture
+
     from fliptrace_interventions.fragility.study import FragilityStudy
 
 ROW_COLUMNS = (
@@ -91,7 +94,7 @@ def fragility_report(study: FragilityStudy, rows: Sequence[Row]) -> Report:
     summary: dict[str, Any] = {}
     prompt_rows: list[dict[str, Any]] = []
     step_rows: list[dict[str, Any]] = []
-    figure = None
+    figure = picture = None
     wanted = [] if study.traces else list(map(identity_of, study.reductions))
     for name in dict.fromkeys([*wanted, *(row["reduction"] for row in rows)]):
         own = [row for row in rows if row["reduction"] == name]
@@ -111,6 +114,7 @@ def fragility_report(study: FragilityStudy, rows: Sequence[Row]) -> Report:
         lines += reduction_lines(name, entry, estimates, observed)
         if figure is None:
             figure = _figure(name, measured, observed)
+            picture = _picture(observed)
     return Report(
         title=f"Fragility: {'recorded executions' if study.traces else study.task.partition(':')[0]}",
         lines=lines or ["No prompt has been estimated yet."],
@@ -121,6 +125,7 @@ def fragility_report(study: FragilityStudy, rows: Sequence[Row]) -> Report:
             Table("steps", STEP_COLUMNS, step_rows),
         ),
         figure=figure,
+        picture=picture,
     )
 
 
@@ -150,7 +155,7 @@ def _entry(
         "survival": _survival(measured),
         "cost": None if spent is None else asdict(spent),
         "replay_share": in_replays / replayed if replayed else None,
-        "calibration": _calibration(observed) if observed else None,
+        "calibration": calibration_of(observed) if observed else None,
     }
 
 
@@ -175,7 +180,7 @@ def _survival(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _calibration(observed: Sequence[Observed]) -> dict[str, Any]:
+def calibration_of(observed: Sequence[Observed]) -> dict[str, Any]:
     """Score the estimates, what they would be from margins or counts alone, and two ways without replays."""
     predictions = [each.estimate.probability for each in observed]
     counted = [
@@ -263,6 +268,20 @@ def _figure(name: str, measured: Sequence[Mapping[str, Any]], observed: Sequence
         crossing,
         title=f"Fragility under {name}",
     )
+
+
+def _picture(observed: Sequence[Observed]) -> Picture | None:
+    from fliptrace.views.static import reliability_picture
+
+    series = {
+        name: plain_bins(bins)
+        for name, bins in (
+            ("prompts", prompt_reliability(observed)),
+            ("steps in reach", step_reliability(observed)),
+        )
+        if bins
+    }
+    return reliability_picture(series) if series else None
 
 
 def cost_lines(folder: str | Path) -> list[str]:

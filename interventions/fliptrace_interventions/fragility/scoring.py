@@ -201,6 +201,23 @@ def _bins(
     return found
 
 
+def plain_bins(bins: Sequence[ReliabilityBin]) -> list[dict[str, float]]:
+    """Return bins as fliptrace.views.static.reliability_picture takes them; one prompt's share has no interval."""
+    plain = []
+    for each in bins:
+        value, interval = each.observed.value or 0.0, each.observed.interval
+        plain.append(
+            {
+                "predicted": each.predicted,
+                "observed": value,
+                "low": value if interval is None else interval.low,
+                "high": value if interval is None else interval.high,
+                "comparisons": float(each.observed.trials),
+            }
+        )
+    return plain
+
+
 def repetitions_for(estimate: PromptEstimate) -> int | None:
     """Return how many repetitions give an exact interval as narrow as the estimate's, if they flip as it says.
 

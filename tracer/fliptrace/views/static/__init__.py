@@ -1,6 +1,7 @@
 """Static pictures for papers and tickets: svg, pdf and png, drawn by matplotlib without a browser or a display.
 
-The counterparts of the paper's figures 3 to 6. matplotlib is imported here only, and only when a picture is drawn.
+The counterparts of the paper's figures 3 to 6, and predictions against what came. matplotlib is imported here only, and
+only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fliptrace.views.static.files import write_figures
     from fliptrace.views.static.heatmap import heatmap_picture
     from fliptrace.views.static.latency import latency_picture, latency_ratios
+    from fliptrace.views.static.reliability import reliability_picture
     from fliptrace.views.static.replay import replay_picture
 
 _HOMES = {
@@ -26,6 +28,7 @@ _HOMES = {
     "latency_picture": "latency",
     "latency_ratios": "latency",
     "parse_formats": "canvas",
+    "reliability_picture": "reliability",
     "replay_picture": "replay",
     "write_figures": "files",
     "write_picture": "canvas",
@@ -40,6 +43,7 @@ __all__ = [
     "latency_picture",
     "latency_ratios",
     "parse_formats",
+    "reliability_picture",
     "replay_picture",
     "write_figures",
     "write_picture",

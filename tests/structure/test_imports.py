@@ -17,6 +17,7 @@ SOURCE_ROOTS = [ROOT / "tracer", ROOT / "interventions", ROOT / "kernels"]
 # Where each third party may be imported: module prefixes. torch is allowed everywhere.
 HOMES = {
     "cuda": {"fliptrace_kernels.local"},
+    "datasets": {"fliptrace.studies.dataset_library"},
     "inspect_ai": {"fliptrace.studies.importers"},
     "jinja2": {"fliptrace.views"},
     "matplotlib": {"fliptrace.views.static"},

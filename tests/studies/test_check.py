@@ -97,12 +97,42 @@ def test_golden_digests(run_main, tmp_path):
 
 
 def test_what_did_not_repeat_is_not_saved(run_main, tmp_path, flipping_prompt):
-    """No golden file of runs that changed; the way out is named."""
+    """No golden file of runs that changed; the answer comes all the same, the way out is named, and exit 0 never is."""
     golden = tmp_path / "golden.json"
-    result = run_main(trace_check.main, *SHORT, "--prompt", flipping_prompt, "--save", golden)
-    assert result.code == 2
+    asked = [*SHORT, "--prompt", flipping_prompt, "--save", golden]
+    result = run_main(trace_check.main, *asked)
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "affected" in result.out
     assert "deterministic:8" in result.err
     assert not golden.exists()
+    # Bits of logits alone: that passes --fail-on token, and is still nothing to save.
+    short = run_main(trace_check.main, *asked, "--max-new-tokens", 4, "--fail-on", "token")
+    assert (short.code, "passed" in short.out, golden.exists()) == (2, True, False), short
+
+
+def test_a_golden_file_that_cannot_be_made_is_said_at_once(run_main, tmp_path):
+    """Before a model is loaded: its folder is not there, or its name is a folder's."""
+    for path in (tmp_path / "nowhere/golden.json", tmp_path):
+        result = run_main(trace_check.main, "--model", "none", "--adapter", "none", "--save", path)
+        assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+        assert f"golden file {path} cannot be written" in result.err
+
+
+def test_options_from_a_file(run_main, tmp_path):
+    """The table [check] is trace-check's; a table of a study is passed over, one of nobody's name is refused."""
+    path = tmp_path / "fliptrace.toml"
+    path.write_text(
+        "quiet = true\n[repeat]\nrepetitions = 3\n[check]\ndemo = true\nruns = 9\n"
+        'max-new-tokens = 2\nreduction = "unsplit"\njson = true\n'
+    )
+    result = run_main(trace_check.main, "--config", path, "--runs", 2)
+    found = json.loads(result.out)
+    assert (result.code, found["rounds"], found["reduction"]) == (0, 2, "unsplit/64")
+    for text, words in (("[chekc]\nruns = 2\n", "'chekc'"), ("check = 3\n", "'check'")):
+        path.write_text(text)
+        result = run_main(trace_check.main, "--config", path)
+        assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+        assert words in result.err
 
 
 @pytest.mark.parametrize(
@@ -155,6 +185,10 @@ def test_assert_repeatable_on_a_function():
         ft.assert_repeatable(5, ["a"])
     with pytest.raises(InputError, match="FLIPTRACE_SHRINK"):
         ft.assert_repeatable(stable, ["a"], reduction="unsplit")
+    with pytest.raises(InputError, match=r"one text: \['abc'\]"):
+        ft.assert_repeatable(stable, "abc")
+    with pytest.raises(InputError, match="nothing was compared"):
+        ft.assert_repeatable(lambda prompts: [[] for _ in prompts], ["a", "b"])
 
 
 def test_the_plugin_gives_the_fixture_and_is_light(tmp_path):

@@ -157,7 +157,7 @@ def test_a_hybrids_state_is_that_of_a_fresh_prefill(folders):
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed here")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["gemma3", "qwen3", "nemotron_h"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "qwen3", "nemotron_h"])
 def test_repeat_on_vllm(run_main, folders, tmp_path, family):
     """The families that vLLM runs here: a fixed order changes nothing."""
     found = repeat(run_main, folders(family), tmp_path, "vllm", "atomic:8", "deterministic:8")

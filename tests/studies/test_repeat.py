@@ -215,11 +215,20 @@ def test_a_file_of_options_and_a_typed_one(finished, run_main, tmp_path):
     """Options come from TOML, a typed one goes before; here the study is finished, so nothing runs."""
     (tmp_path / "study.toml").write_text(
         'device = "cpu"\nquiet = true\n[repeat]\nselect = ["36", "31"]\nrepetitions = 9\n'
-        'max-new-tokens = 20\nreduction = ["atomic:8", "deterministic:8"]\n[other]\nx = 1\n'
+        'max-new-tokens = 20\nreduction = ["atomic:8", "deterministic:8"]\n[batch]\nx = 1\n'
     )
     arguments = ["repeat", "--config", tmp_path / "study.toml", "--out", finished, "--json"]
     result = run_main(trace_study.main, *arguments, "--repetitions", "3")
     assert (result.code, json.loads(result.out)["items"]) == (0, 12)
+
+
+@pytest.mark.parametrize("text", ["[repaet]\nseed = 1\n", "repeat = 3\n", "[[repeat]]\nseed = 1\n"])
+def test_tables_of_nobodys_name_are_refused(run_main, tmp_path, text):
+    """A misspelt table would say nothing, and a value in a table's place says nothing either: exit 2, one line."""
+    (tmp_path / "study.toml").write_text(text)
+    result = run_main(trace_study.main, "repeat", "--config", tmp_path / "study.toml", "--out", "x")
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert "[repeat]" in result.err
 
 
 @pytest.mark.parametrize(

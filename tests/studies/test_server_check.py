@@ -11,7 +11,8 @@ import pytest
 import fliptrace as ft
 from fliptrace.command_line import trace_check
 from fliptrace.errors import InputError
-from fliptrace.studies.server_check import CompletionsServer
+from fliptrace.studies.server_check import CompletionsServer, ServerSettings, run_server_check
+from fliptrace.studies.server_client import ServerClient
 
 SHORT = "--runs 2 --max-new-tokens 24 --model tuned --quiet".split()
 
@@ -97,7 +98,7 @@ def test_golden_digests_of_a_server(run_main, served, prompts, tmp_path):
         refused = run_main(
             trace_check.main, "--server", server.url, *SHORT, *prompts, "--save", tmp_path / "no"
         )
-    assert (refused.code, "FLIPTRACE_SHRINK" in refused.err) == (2, True)
+    assert (refused.code, "FLIPTRACE_SHRINK" in refused.err) == (1, True)
     with served("deterministic:8") as server:
         other = run_main(
             trace_check.main, "--server", server.url, *SHORT, "--prompt", "x", "--against", golden
@@ -131,6 +132,45 @@ def test_trouble_with_servers(run_main, served):
             CompletionsServer(url)
     mixed = run_main(trace_check.main, "--server", "http://x", "--reduction", "unsplit")
     assert (mixed.code, "--reduction" in mixed.err) == (2, True)
+    unheard = run_main(
+        trace_check.main, "--server", "http://x", "--engine", "vllm", "--device", "cpu"
+    )
+    assert (unheard.code, "leave out --engine and --device" in unheard.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"tokens": [], "token_logprobs": [], "top_logprobs": []}, "nothing was compared"),
+        ({"tokens": ["a"], "token_logprobs": [], "top_logprobs": []}, "no log-probabilities"),
+        ({"tokens": ["token_id:x"], "token_logprobs": [0.0], "top_logprobs": [{}]}, "no log-prob"),
+        ({"tokens": ["a"], "token_logprobs": ["x"], "top_logprobs": [{}]}, "no log-probabilities"),
+        ({"tokens": ["a"], "token_logprobs": [0.0], "top_logprobs": [[1]]}, "no log-probabilities"),
+        (None, "no log-probabilities"),
+    ],
+)
+def test_answers_that_are_none(monkeypatch, said, words):
+    """A server that says nothing, or other than it should, is refused; it never passes."""
+    answers = {
+        "/v1/models": {"data": [{"id": "m"}]},
+        "/version": {"version": "1"},
+        "/v1/completions": {"choices": [{"logprobs": said}]},
+    }
+    monkeypatch.setattr(ServerClient, "ask", lambda self, path, body=None: answers[path])
+    with pytest.raises(InputError, match=words):
+        run_server_check(ServerSettings("http://x", prompts=("a",), rounds=2))
+
+
+def test_a_log_probability_that_is_no_number_is_compared(monkeypatch):
+    """NaN, which Python's JSON lets through, has bits like any other value."""
+    logprobs = {"tokens": ["a"], "token_logprobs": [float("nan")], "top_logprobs": [{"a": 0.0}]}
+    answers = {
+        "/v1/models": {"data": [{"id": "m"}]},
+        "/version": {"version": "1"},
+        "/v1/completions": {"choices": [{"logprobs": logprobs}]},
+    }
+    monkeypatch.setattr(ServerClient, "ask", lambda self, path, body=None: answers[path])
+    assert run_server_check(ServerSettings("http://x", prompts=("a",), rounds=2)).repeatable
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")

@@ -231,20 +231,28 @@ StartOption = Annotated[
         help="How long an engine may take to start.", metavar="SECONDS", rich_help_panel=MODEL
     ),
 ]
+SplitOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a data set of the datasets library; test (train: train) if left out.",
+        metavar="NAME",
+        rich_help_panel=PROMPT,
+    ),
+]
 QuestionOption = Annotated[
     str,
-    typer.Option(help="Asked of every text of a CSV file.", metavar="TEXT", rich_help_panel=PROMPT),
+    typer.Option(help="Asked of every text.", metavar="TEXT", rich_help_panel=PROMPT),
 ]
 TextColumnOption = Annotated[
     str,
     typer.Option(
-        help="Of a CSV file: the column to judge.", metavar="NAME", rich_help_panel=PROMPT
+        help="Of labelled texts: the column to judge.", metavar="NAME", rich_help_panel=PROMPT
     ),
 ]
 LabelColumnOption = Annotated[
     str,
     typer.Option(
-        help="Of a CSV file: what is right: yes, no, true, false, or a number. Empty: no labels.",
+        help="Of labelled texts: what is right: yes, no, true, false, or a number. Empty: no labels.",
         metavar="NAME",
         rich_help_panel=PROMPT,
     ),

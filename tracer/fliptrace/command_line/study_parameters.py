@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -114,6 +114,22 @@ class ModelParameters(AdapterParameters):
         )
 
 
+def check_served(model: ModelParameters) -> None:
+    """Refuse options of an engine of this process where a running server is asked; only the model's name is one of its.
+
+    Raises:
+        InputError: which option says nothing to a server.
+    """
+    plain = ModelParameters(model=model.model, no_chat_template=model.no_chat_template)
+    odd = [
+        f"--{each.name.replace('_', '-')}"
+        for each in fields(ModelParameters)
+        if getattr(model, each.name) != getattr(plain, each.name)
+    ]
+    if odd:
+        raise InputError(f"--server asks what runs there; leave out {' and '.join(odd)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowParameters:
     """Which rows of a data set."""
@@ -133,7 +149,7 @@ class RowParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledParameters:
-    """How texts and labels of a CSV file become questions with answers."""
+    """How texts and labels become questions with answers."""
 
     question: QuestionOption = "Is this comment toxic?"
     text_column: TextColumnOption = "text"

@@ -24,6 +24,7 @@ from fliptrace.command_line.study_options import (
     DtypeOption,
     ModelOption,
     NoTemplateOption,
+    SplitOption,
     ThreadsOption,
 )
 from fliptrace.command_line.study_parameters import CommonParameters, LabelledParameters
@@ -43,7 +44,8 @@ def train(
     task: Annotated[
         str,
         typer.Option(
-            help="What is learnt: gsm8k:PATH (its training file), mbpp:PATH, or csv:PATH (texts with yes or no).",
+            help="What is learnt: gsm8k:PATH (its training file), mbpp:PATH, csv:PATH (texts with yes or no), or "
+            "dataset:NAME[:CONFIGURATION] (the same, of the datasets library).",
             metavar="TASK",
             rich_help_panel=PROMPT,
         ),
@@ -80,17 +82,28 @@ def train(
             help="Of splits, first weights and order.", metavar="N", rich_help_panel=STUDY
         ),
     ] = 0,
-    csv_file: LabelledParameters,
+    split: SplitOption = None,
+    labelled: LabelledParameters,
+    training_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Of labelled texts, at random; all that are left if left out.",
+            metavar="N",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
     validation_rows: Annotated[
         int,
         typer.Option(
-            help="Of a CSV file, for choosing the best epoch.", metavar="N", rich_help_panel=PROMPT
+            help="Of labelled texts, for choosing the best epoch.",
+            metavar="N",
+            rich_help_panel=PROMPT,
         ),
     ] = 200,
     test_rows: Annotated[
         int,
         typer.Option(
-            help="Of a CSV file, kept out of training and written to test.csv, for decide.",
+            help="Of labelled texts, kept out of training and written to test.csv, for decide.",
             metavar="N",
             rich_help_panel=PROMPT,
         ),
@@ -104,8 +117,8 @@ def train(
 ) -> int:
     """Train a LoRA adapter as the paper does: alpha twice the rank, seeds and splits fixed.
 
-    Writes a PEFT adapter in safetensors, in the model's type, README.md (how it was made), training.json and, for a
-    CSV file with --test-rows, test.csv.
+    Writes a PEFT adapter in safetensors, in the model's type, README.md (how it was made), training.json and, for
+    labelled texts with --test-rows, test.csv.
 
     Exit codes: 0 done; 2 trouble (one line on stderr).
     """
@@ -126,9 +139,11 @@ def train(
         dtype=str(dtype),
         chat_template=not no_chat_template,
         threads=threads,
+        split=split or "train",
+        training_rows=training_rows,
         validation_rows=validation_rows,
         test_rows=test_rows,
-        **dataclasses.asdict(csv_file),
+        **dataclasses.asdict(labelled),
     )
     with progress_bar(common.quiet or as_json) as show:
         made = train_adapter(settings, out, command=["trace-study", *sys.argv[1:]], progress=show)

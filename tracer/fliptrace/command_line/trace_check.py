@@ -9,11 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fliptrace.command_line.configuration import CHECK_TABLE, with_configuration
 from fliptrace.command_line.options import MODEL, OUTPUT, PROMPT, SEARCH
 from fliptrace.command_line.output import show_document
 from fliptrace.command_line.parameters import with_groups
-from fliptrace.command_line.running import DIVERGED, IDENTICAL, progress_bar, run
-from fliptrace.command_line.study_parameters import CommonParameters, ModelParameters
+from fliptrace.command_line.running import (
+    DIVERGED,
+    IDENTICAL,
+    TROUBLE,
+    fail,
+    one_line,
+    progress_bar,
+    run,
+)
+from fliptrace.command_line.study_options import ConfigOption
+from fliptrace.command_line.study_parameters import (
+    CommonParameters,
+    ModelParameters,
+    check_served,
+)
 from fliptrace.errors import InputError
 
 if TYPE_CHECKING:
@@ -96,6 +110,7 @@ def trace_check(
         bool,
         typer.Option("--json", help="Print the answer as JSON.", rich_help_panel=OUTPUT),
     ] = False,
+    config: ConfigOption = None,  # noqa: ARG001 (read before parsing)
     common: CommonParameters,
 ) -> int:
     """Say in about a minute whether greedy outputs of a LoRA stack repeat bit for bit.
@@ -104,13 +119,14 @@ def trace_check(
     bits of logits, and ties.
 
     Exit codes: 0 passed, 1 failed: something changed that --fail-on names, or differs from --against; 2 trouble (one
-    line on stderr).
+    line on stderr), also where all passed and --save found nothing that repeats.
     """
     if server is not None:
-        if demo or model.adapter or reduction:
+        if demo or reduction:
             raise InputError(
                 "--server checks what runs there; leave out --demo, --adapter and --reduction"
             )
+        check_served(model)
         from fliptrace.studies.server_check import ServerSettings, run_server_check
 
         asked = ServerSettings(
@@ -153,12 +169,23 @@ def _shown(result: CheckResult, as_json: bool) -> int:
         from fliptrace.views.escaping import visible
 
         typer.echo("\n".join(map(visible, result.sentences())))
-    return IDENTICAL if result.passed else DIVERGED
+    if result.unsaved is not None:
+        fail("trace-check", one_line(result.unsaved))
+    if not result.passed:
+        return DIVERGED
+    return IDENTICAL if result.unsaved is None else TROUBLE
 
 
 def main() -> None:
     """Run the command."""
-    run(trace_check, "trace-check", sys.argv[1:])
+    from fliptrace.command_line.trace_study import table_names
+
+    try:
+        words = with_configuration(sys.argv[1:], CHECK_TABLE, table_names())
+    except InputError as error:
+        fail("trace-check", one_line(str(error)))
+        sys.exit(TROUBLE)
+    run(trace_check, "trace-check", words)
 
 
 if __name__ == "__main__":

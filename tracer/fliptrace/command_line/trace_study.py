@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fliptrace.command_line.arguments import with_rows_joined
-from fliptrace.command_line.configuration import with_configuration, with_ray_address
+from fliptrace.command_line.configuration import (
+    CHECK_TABLE,
+    with_configuration,
+    with_ray_address,
+)
 from fliptrace.command_line.options import MODEL, PROMPT, VersionOption
 from fliptrace.command_line.parameters import with_groups
 from fliptrace.command_line.running import TROUBLE, fail, one_line, run
@@ -23,6 +27,7 @@ from fliptrace.command_line.study_options import (
     ReductionsOption,
     RepetitionsOption,
     SeedOption,
+    SplitOption,
     TaskOption,
 )
 from fliptrace.command_line.study_parameters import (
@@ -31,6 +36,7 @@ from fliptrace.command_line.study_parameters import (
     RowParameters,
     RunParameters,
     ServedParameters,
+    check_served,
     run_and_show,
 )
 from fliptrace.command_line.study_train import train
@@ -145,9 +151,18 @@ def replay(
 def decide(
     *,
     csv: Annotated[
-        Path,
+        Path | None,
         typer.Option(help="A CSV file with a header line.", metavar="FILE", rich_help_panel=PROMPT),
-    ],
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="A data set of the datasets library, such as google/civil_comments, or a folder that it reads.",
+            metavar="NAME[:CONFIGURATION]",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None,
+    split: SplitOption = None,
     labelled: LabelledParameters,
     server: Annotated[
         str | None,
@@ -177,12 +192,18 @@ def decide(
     from fliptrace.studies import DecideStudy
     from fliptrace.studies.repeat import PAPER_REDUCTIONS
 
-    if server is not None and (model.adapter or reduction):
-        raise InputError(
-            "--server decides with what runs there; leave out --adapter and --reduction"
-        )
+    if (csv is None) == (dataset is None):
+        raise InputError("give the texts: --csv FILE or --dataset NAME")
+    if split is not None and dataset is None:
+        raise InputError("--split is of a --dataset; a CSV file has none")
+    if server is not None:
+        if reduction:
+            raise InputError("--server decides with what runs there; leave out --reduction")
+        check_served(model)
     study = DecideStudy(
-        csv=str(csv),
+        csv="" if csv is None else str(csv),
+        dataset=dataset,
+        split=split or "test",
         **dataclasses.asdict(labelled),
         model=(model if server is None else dataclasses.replace(model, model=None)).settings(),
         selection=rows.selection(None),
@@ -247,10 +268,16 @@ def registered() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=STUDIES_GROUP)}
 
 
+def table_names() -> list[str]:
+    """Return the names that a table of a TOML file may have: the studies', and trace-check's."""
+    return [*COMMANDS, *registered(), CHECK_TABLE]
+
+
 def run_study_command(name: str, command: Callable[..., int], typed: Sequence[str]) -> None:
     """Run a study's function on what was typed after its name, and exit."""
     try:
-        words = with_rows_joined(with_ray_address(with_configuration(typed, name)))
+        configured = with_configuration(typed, name, table_names())
+        words = with_rows_joined(with_ray_address(configured))
     except InputError as error:
         fail(f"trace-study {name}", one_line(str(error)))
         sys.exit(TROUBLE)

@@ -7,7 +7,7 @@ its bound. A golden file holds digests of tokens and logits, to be compared on a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ from fliptrace.studies.engines import (
     is_repeatable,
     simulates,
 )
-from fliptrace.studies.golden import golden_differences, read_golden, require_same, save_golden
+from fliptrace.studies.golden import (
+    golden_differences,
+    read_golden,
+    require_same,
+    require_writable,
+    save_golden,
+)
 from fliptrace.studies.repeatability import (
     LEAST_ROUNDS,
     PromptRuns,
@@ -128,6 +134,7 @@ class CheckResult:
         rounds: runs of each prompt.
         golden: what differs from a golden file, one sentence each; None without one.
         fail_on: see CheckSettings.
+        unsaved: why golden digests that were asked for were not saved; None where they were, or nobody asked.
     """
 
     stack: Stack
@@ -137,6 +144,7 @@ class CheckResult:
     rounds: int
     golden: Sequence[str] | None
     fail_on: str
+    unsaved: str | None = None
 
     @property
     def flips(self) -> int:
@@ -253,6 +261,7 @@ class CheckResult:
             "prompts_any_bit": self.prompts_any_bit.to_json(),
             "ties": self.ties,
             "golden_differences": None if self.golden is None else list(self.golden),
+            "golden_not_saved": self.unsaved,
             "prompts": [
                 {
                     "name": prompt.name,
@@ -280,15 +289,17 @@ def run_check(
     Args:
         settings: what to ask.
         against: a golden file to compare with.
-        save: where to write one; only what repeated is saved.
+        save: where to write one; only what repeated is saved, else the result says so (unsaved).
         progress: told what goes on.
 
     Raises:
         InputError: something given cannot be used; the golden file is of another model, adapter or prompts.
-        RecordingError: nothing is saved, as the runs did not repeat.
+        RecordingError: another kernel ran than was asked for.
         StorageError: the golden file cannot be written.
     """
     check_numbers(settings.fail_on, settings.rounds, settings.seconds, settings.max_new_tokens)
+    if save is not None:
+        require_writable(save)
     reduction = settings.chosen_reduction
     golden = None if against is None else read_golden(against)
     engine = settings.model.load()
@@ -318,9 +329,23 @@ def run_check(
         golden=None if golden is None else golden_differences(golden, description, prompts),
         fail_on=settings.fail_on,
     )
-    if save is not None:
-        save_golden(save, result, settings.max_new_tokens)
-    return result
+    return with_golden(result, save, settings.max_new_tokens)
+
+
+def with_golden(result: CheckResult, save: Path | None, max_new_tokens: int) -> CheckResult:
+    """Save golden digests where that was asked for, and say in the result if there were none to save.
+
+    Raises:
+        InputError: no token was generated, so that nothing was checked.
+        StorageError: the file cannot be written.
+    """
+    if not result.tokens:
+        raise InputError(
+            "no prompt was answered with a single token, so nothing was compared; ask others (--prompt)"
+        )
+    if save is None:
+        return result
+    return replace(result, unsaved=save_golden(save, result, max_new_tokens))
 
 
 def check_numbers(fail_on: str, rounds: int, seconds: float, max_new_tokens: int) -> None:

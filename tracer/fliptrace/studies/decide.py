@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,13 @@ from fliptrace.studies.engines import (
     simulates,
 )
 from fliptrace.studies.items import Item, Row
-from fliptrace.studies.labelled import decision_prompt, label_tokens, read_labelled
+from fliptrace.studies.labelled import (
+    LabelledText,
+    decision_prompt,
+    distinct,
+    label_tokens,
+    read_labelled,
+)
 from fliptrace.studies.repeat import PAPER_REDUCTIONS
 from fliptrace.studies.server_client import SERVER
 from fliptrace.studies.study import Report, Worker
@@ -51,7 +58,7 @@ class DecideStudy:
     """Settings of a decide study.
 
     Attributes:
-        csv: a file with a header line.
+        csv: a file with a header line; empty where a data set is named.
         question: asked of every text.
         text_column: what is judged.
         label_column: what is right: yes, no, true, false, or a number that means yes from ``threshold`` on; empty for
@@ -68,9 +75,11 @@ class DecideStudy:
         server_model: the name of its model; None where it has one only.
         engines: with vLLM, how engines in processes of their own are made; their mode may be ``in-process``.
         batch_size: requests at once, on such an engine.
+        dataset: a data set of the datasets library in the place of a file; see read_labelled_dataset.
+        split: of the data set.
     """
 
-    csv: str
+    csv: str = ""
     question: str = "Is this comment toxic?"
     text_column: str = "text"
     label_column: str = "label"
@@ -86,11 +95,18 @@ class DecideStudy:
     server_model: str | None = None
     engines: EngineSettings = field(default_factory=lambda: EngineSettings(mode=IN_PROCESS))
     batch_size: int = 1
+    dataset: str | None = None
+    split: str = "test"
 
     @property
     def name(self) -> str:
         """The subcommand."""
         return "decide"
+
+    @property
+    def data_name(self) -> str:
+        """Where the texts are, for people."""
+        return f"{self.dataset}, split {self.split}" if self.dataset else Path(self.csv).name
 
     @property
     def chosen_reductions(self) -> tuple[str, ...]:
@@ -144,16 +160,28 @@ class DecideStudy:
         ]
 
     def _read(self) -> list[tuple[str, int, str, bool | None]]:
-        lines = read_labelled(self.csv, self.text_column, self.label_column, self.threshold)
+        lines = self._lines()
+        # Empty and doubled texts are not drawn; a row that was named is taken at its word.
+        usable = lines if self.selection.rows else distinct(lines)
         found = []
-        for number in self.selection.of(len(lines)):
-            line = lines[number]
+        for number in self.selection.of(len(usable)):
+            line = usable[number]
             require_text(line.text, line.source)
             prompt = line.text
             if self.server is None:  # a server adds the question itself
                 prompt = decision_prompt(line.text, self.question, self.yes, self.no)
-            found.append((line.source, number, prompt, line.label))
+            found.append((line.source, line.number, prompt, line.label))
         return found
+
+    def _lines(self) -> list[LabelledText]:
+        if bool(self.csv) == bool(self.dataset):
+            raise InputError("texts come from a CSV file or from a data set: name one of the two")
+        columns = self.text_column, self.label_column, self.threshold
+        if self.dataset:
+            from fliptrace.studies.dataset_library import read_labelled_dataset
+
+            return read_labelled_dataset(self.dataset, self.split, *columns)
+        return read_labelled(self.csv, *columns)
 
     @property
     def in_processes(self) -> bool:
@@ -176,7 +204,11 @@ class DecideStudy:
         """Compare repetition 0 with the others."""
         from fliptrace.studies.decide_report import decide_report
 
-        return decide_report(self, rows)
+        left_out = 0
+        if not self.selection.rows:
+            lines = self._lines()
+            left_out = len(lines) - len(distinct(lines))
+        return decide_report(self, rows, left_out)
 
 
 class DecideWorker:

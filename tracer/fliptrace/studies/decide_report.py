@@ -66,8 +66,14 @@ _COLUMNS = (
 )
 
 
-def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
-    """Say what repetitions changed, per reduction."""
+def decide_report(study: DecideStudy, rows: Sequence[Row], left_out: int = 0) -> Report:
+    """Say what repetitions changed, per reduction.
+
+    Args:
+        study: its settings.
+        rows: so far.
+        left_out: of the data's rows, how many were not drawn from as their text is empty or doubled.
+    """
     pairs = pairs_of(rows)
     names = [identity_of(name) for name in study.chosen_reductions]
     found = [
@@ -101,6 +107,13 @@ def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
     lines = [
         f"Asked of every text: {study.question} ({study.yes} or {study.no})",
         "",
+        f"Texts: {study.data_name}{_labelled_by(study)}."
+        + (
+            f" {left_out:,} rows without a text of their own were not drawn from."
+            if left_out
+            else ""
+        ),
+        "",
         *(markdown_table(header, table) if shown else ["No repetition has been compared yet."]),
         "",
         (
@@ -132,6 +145,12 @@ def decide_report(study: DecideStudy, rows: Sequence[Row]) -> Report:
         figure=_figure(pairs) if pairs else None,
         unrepeatable=unrepeatable,
     )
+
+
+def _labelled_by(study: DecideStudy) -> str:
+    if not study.label_column:
+        return ", without labels"
+    return f", column {study.text_column}; {study.label_column} is right (a number from {study.threshold:g} on is yes)"
 
 
 def _read(study: DecideStudy, rows: Sequence[Row]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fliptrace.errors import InputError
+from fliptrace.errors import InputError, RecordingError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.pair.engines import VLLM_OWN, load_engine
 from fliptrace.pair.prompts import Prompt, encode_prompt
@@ -235,6 +235,9 @@ def describe_engine(engine: Any, reductions: Sequence[str]) -> dict[str, Any]:
     """Return the engine's manifest sections and, per reduction, the kernels that ran a prefill and a decode step.
 
     A prefill of 128 rows and a decode step are observed under each reduction; what they report is what was launched.
+
+    Raises:
+        RecordingError: a LoRA layer launched another reduction, or none at all.
     """
     described = {name: dict(section) for name, section in engine.describe().items()}
     described.pop("reduction", None)
@@ -255,13 +258,18 @@ class _Launches:
 
     def __init__(self) -> None:
         self.kernels: set[str] = set()
+        self.reductions: set[str] = set()
+        self.calls: list[set[int]] = []
 
     def begin_step(self, step: int, first_position: int, token_ids: Sequence[int]) -> None:
-        """Nothing to keep."""
+        """Start a forward."""
+        self.calls.append(set())
 
     def shrink(self, site: int, operand: Tensor, output: Tensor, launch: str) -> None:
-        """Keep implementation and kernel of a launch."""
+        """Keep implementation and kernel of a launch, and where it was."""
         words = dict(_LAUNCH_PART.findall(launch))
+        self.calls[-1].add(site)
+        self.reductions.add(words.get("reduction", launch))
         names = [words.get(name, "") for name in ("reduction", "implementation", "kernel")]
         self.kernels.add(" ".join(filter(None, names)) or launch)
 
@@ -281,9 +289,24 @@ class _Launches:
 def _launched(engine: Any, reduction: str) -> str:
     set_reduction(engine, reduction, 0)
     launches = _Launches()
+    limit = engine.context_length or _OBSERVED_ROWS + 2
+    rows = min(_OBSERVED_ROWS, limit - 2)
     with engine.observed(launches):
-        limit = engine.context_length or _OBSERVED_ROWS + 2
-        engine.start([0] * min(_OBSERVED_ROWS, limit - 2))
+        engine.start([0] * rows)
         engine.step()
         engine.step(0)
+    silent = len(engine.sites) - min(map(len, launches.calls))
+    if silent:
+        raise RecordingError(
+            f"every LoRA layer must launch a shrink under {reduction}; {silent} of {len(engine.sites)} did not. Please "
+            "report it with the model's architecture"
+        )
+    if reduction not in _UNKNOWN:
+        named = parse_reduction(reduction)
+        odd = launches.reductions - {str(named.for_rows(count)) for count in (1, rows)}
+        if odd:
+            raise RecordingError(
+                f"shrinks had to run as {reduction} and ran as {', '.join(sorted(odd))}; nothing computed here would "
+                "belong to that name"
+            )
     return ", ".join(sorted(launches.kernels))

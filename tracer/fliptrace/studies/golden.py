@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fliptrace.errors import InputError, RecordingError
+from fliptrace.errors import InputError, StorageError
 from fliptrace.manifest import Manifest, differing_keys
 from fliptrace.studies.journal import replace_file
 from fliptrace.studies.repeatability import PromptRuns
@@ -18,15 +18,35 @@ if TYPE_CHECKING:
 GOLDEN_VERSION = 1
 
 
-def save_golden(path: Path, result: CheckResult, max_new_tokens: int) -> None:
-    """Write golden digests.
+def require_writable(path: Path) -> None:
+    """Refuse a place where no file can be made, before a minute's work is lost for it.
 
     Raises:
-        RecordingError: the runs did not repeat, so that there is nothing to hold others to.
+        StorageError: why not.
+    """
+    scratch = path.with_name(f".{path.name}.new")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        scratch.touch()
+        scratch.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"golden file {path} cannot be written ({error}); name one in a folder that is there"
+        ) from error
+
+
+def save_golden(path: Path, result: CheckResult, max_new_tokens: int) -> str | None:
+    """Write golden digests.
+
+    Returns:
+        None; or, where the runs did not repeat and there is nothing to hold others to, what to say of it.
+
+    Raises:
         StorageError: the file cannot be written.
     """
     if not result.repeatable:
-        raise RecordingError(
+        return (
             f"golden digests are of runs that repeat, and these did not ({result.flips} flips, {result.changed_bits} "
             f"runs with other bits under {result.reduction}); {path} was not written. Try --reduction deterministic:8, "
             "or FLIPTRACE_SHRINK=deterministic:8 where a server starts"
@@ -46,6 +66,7 @@ def save_golden(path: Path, result: CheckResult, max_new_tokens: int) -> None:
         "manifest": dict(result.description),
     }
     replace_file(path, json.dumps(document, indent=1) + "\n")
+    return None
 
 
 def read_golden(path: Path) -> dict[str, Any]:

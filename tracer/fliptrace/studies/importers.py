@@ -12,6 +12,7 @@ from typing import Any
 
 from fliptrace.errors import InputError
 from fliptrace.studies.answers import final_answer, number_of, prepared_solution
+from fliptrace.studies.json_lines import lines_of, value_of
 
 
 def read_lm_eval(path: Path) -> list[dict[str, Any]]:
@@ -34,10 +35,8 @@ def read_lm_eval(path: Path) -> list[dict[str, Any]]:
         (path,) = found
     rows: dict[int, dict[str, Any]] = {}
     try:
-        for line in path.read_text("utf-8").splitlines():
-            if not line.strip():
-                continue
-            sample = json.loads(line)
+        for line in lines_of(path.read_text("utf-8")):
+            sample = value_of(line)
             requests = sample["arguments"]
             if len(requests) != 1:
                 raise InputError(
@@ -83,13 +82,15 @@ def read_inspect(path: Path) -> list[dict[str, Any]]:
     except Exception as error:
         # Which errors its readers raise is not stated: zip, JSON, pydantic and its own.
         raise InputError(
-            f"{path} is no log that inspect_ai reads ({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"{path} is no log that inspect_ai reads ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         ) from error
     return [
         {
             "prompt": _question(sample, f"{path}, sample {sample.id}"),
-            "target": sample.target if isinstance(sample.target, str) else sample.target[0],
-            "metadata": json.loads(json.dumps(sample.metadata, default=str)),
+            "target": sample.target
+            if isinstance(sample.target, str)
+            else "".join(sample.target[:1]),
+            "metadata": json.loads(json.dumps(sample.metadata, default=str), parse_constant=str),
             "name": f"sample {sample.id}",
         }
         for sample in log.samples or []

@@ -1,9 +1,10 @@
-"""Labelled texts from a CSV file, and the yes/no question that is asked of them: in training as in deciding."""
+"""Labelled texts, of a CSV file or elsewhere, and the yes/no question asked of them: in training as in deciding."""
 
 from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,25 +59,68 @@ def read_labelled(
     Raises:
         InputError: unreadable, a column that is not there, a label or threshold that is none.
     """
-    check_threshold(threshold)
     file_path = Path(path).expanduser()
     try:
-        with file_path.open(encoding="utf-8", newline="") as file:
-            lines = list(csv.DictReader(file))
+        # Spreadsheets begin a file with a byte order mark.
+        with file_path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            lines = list(reader)
+            there = list(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{file_path} cannot be read as CSV ({error})") from error
+    if not there:
+        raise InputError(
+            f"{file_path} is empty; its first line must name its columns, {text_column!r} among them"
+        )
     for column in filter(None, (text_column, label_column)):
-        if not lines or column not in lines[0]:
-            there = ", ".join(lines[0]) if lines else "no rows"
-            raise InputError(f"{file_path} has no column {column!r}; it has {there}")
-    return [
+        if column not in there:
+            raise InputError(
+                f"{file_path} has no column {column!r}; it has {', '.join(map(str, there))}"
+            )
+    pairs = [
+        (line[text_column] or "", line[label_column] or "" if label_column else "")
+        for line in lines
+    ]
+    return labelled_texts(pairs, str(file_path), label_column, threshold)
+
+
+def labelled_texts(
+    pairs: Iterable[tuple[str, str]], source: str, label_column: str, threshold: float
+) -> list[LabelledText]:
+    """Return rows of texts and what their label column holds.
+
+    Args:
+        pairs: text and label of each row; the label counts only where there is a label column.
+        source: for messages.
+        label_column: empty for none.
+        threshold: from which number on a label is yes.
+
+    Raises:
+        InputError: no rows, a label that is none, or a threshold that is no number.
+    """
+    check_threshold(threshold)
+    found = [
         LabelledText(
             number,
-            line[text_column] or "",
-            _label(line[label_column] or "", number, threshold) if label_column else None,
+            text,
+            _label(label, f"{source}, row {number}, column {label_column!r}", threshold)
+            if label_column
+            else None,
         )
-        for number, line in enumerate(lines)
+        for number, (text, label) in enumerate(pairs)
     ]
+    if not found:
+        raise InputError(f"{source} has no rows")
+    return found
+
+
+def distinct(rows: Sequence[LabelledText]) -> list[LabelledText]:
+    """Return the rows that have a text which no row before them has, as the paper keeps them."""
+    seen: dict[str, LabelledText] = {}
+    for row in rows:
+        if row.text.strip():
+            seen.setdefault(row.text, row)
+    return list(seen.values())
 
 
 def decision_prompt(text: str, question: str, yes: str, no: str) -> str:
@@ -103,13 +147,14 @@ def label_tokens(tokenizer: Any, yes: str, no: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _label(text: str, number: int, threshold: float) -> bool:
+def _label(text: str, where: str, threshold: float) -> bool:
     word = text.strip().lower()
     if word in _WORDS:
         return _WORDS[word]
     try:
-        return float(word) >= threshold
-    except ValueError as error:
-        raise InputError(
-            f"row {number}: a label is yes, no, true, false or a number; got {text!r}"
-        ) from error
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{where}: a label is yes, no, true, false or a number; got {text!r}")
+    return number >= threshold

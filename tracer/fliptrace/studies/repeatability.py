@@ -183,6 +183,8 @@ def assert_repeatable(
         InputError: the stack is none of these, or a number is impossible.
     """
     __tracebackhide__ = True
+    if isinstance(prompts, str):
+        raise InputError(f"assert_repeatable takes a list of prompts; got one text: [{prompts!r}]")
     named = [PromptRuns(f"prompt {number}") for number in range(len(prompts))]
     check_at_least("max new tokens", max_new_tokens)
     before = None
@@ -204,6 +206,8 @@ def assert_repeatable(
             stack.set_reduction(before["identity"], before["seed"])
     for prompt in named:
         _assert_prompt(prompt)
+    if not any(prompt.compared_tokens for prompt in named):
+        raise InputError("no prompt was answered with a single token, so nothing was compared")
 
 
 def _assert_prompt(prompt: PromptRuns) -> None:

@@ -7,15 +7,20 @@ ties among them are compared; which kernel ran, and whether other requests share
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fliptrace.errors import InputError
-from fliptrace.studies.check import PROMPTS, CheckResult, Stack, check_numbers
-from fliptrace.studies.golden import golden_differences, read_golden, require_same, save_golden
-from fliptrace.studies.items import canonical_json
+from fliptrace.studies.check import PROMPTS, CheckResult, Stack, check_numbers, with_golden
+from fliptrace.studies.golden import (
+    golden_differences,
+    read_golden,
+    require_same,
+    require_writable,
+)
 from fliptrace.studies.repeatability import PromptRuns, Run, run_rounds
 from fliptrace.studies.server_client import SERVER, ServerClient
 
@@ -80,17 +85,20 @@ class CompletionsServer(ServerClient):
             tokens = [str(token) for token in said["tokens"]]
             chosen = [None if value is None else float(value) for value in said["token_logprobs"]]
             top = said.get("top_logprobs") or [None] * len(tokens)
-        except (KeyError, TypeError, ValueError) as error:
+            # As text: a log-probability may be no number, which canonical JSON has no word for.
+            steps = tuple(
+                hashlib.sha256(json.dumps([value, each], sort_keys=True).encode()).hexdigest()[:32]
+                for _, value, each in zip(tokens, chosen, top, strict=True)
+            )
+            run = Run(tuple(map(_number_of, tokens)), steps, _ties(top))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
                 f"the server at {self.url} returned no log-probabilities with its completion ({error!r}); trace-check "
                 "compares them, so start it with log-probabilities allowed"
             ) from error
-        self.says_ids = bool(tokens) and all(token.startswith(_ID_PREFIX) for token in tokens)
-        steps = tuple(
-            hashlib.sha256(canonical_json([value, each]).encode()).hexdigest()[:32]
-            for value, each in zip(chosen, top, strict=True)
-        )
-        return Run(tuple(map(_number_of, tokens)), steps, _ties(top))
+        if tokens:
+            self.says_ids = all(token.startswith(_ID_PREFIX) for token in tokens)
+        return run
 
 
 def run_server_check(
@@ -104,10 +112,11 @@ def run_server_check(
 
     Raises:
         InputError: something given cannot be used, or the server does not answer.
-        RecordingError: nothing is saved, as the runs did not repeat.
         StorageError: the golden file cannot be written.
     """
     check_numbers(settings.fail_on, settings.rounds, settings.seconds, settings.max_new_tokens)
+    if save is not None:
+        require_writable(save)
     golden = None if against is None else read_golden(against)
     server = CompletionsServer(settings.url, settings.model)
     texts = settings.prompts or PROMPTS
@@ -134,9 +143,7 @@ def run_server_check(
         golden=None if golden is None else golden_differences(golden, description, prompts),
         fail_on=settings.fail_on,
     )
-    if save is not None:
-        save_golden(save, result, settings.max_new_tokens)
-    return result
+    return with_golden(result, save, settings.max_new_tokens)
 
 
 def _stack(server: CompletionsServer) -> Stack:

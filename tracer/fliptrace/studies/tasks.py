@@ -10,7 +10,6 @@ answer's comparison.
 from __future__ import annotations
 
 import importlib
-import json
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from fliptrace.pair.prompts import GSM8K_INSTRUCTION, parse_selection, require_t
 from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.answers import final_answer, number_of, prepared_solution
 from fliptrace.studies.importers import gold_of, read_inspect, read_lm_eval
+from fliptrace.studies.json_lines import lines_of, value_of
 from fliptrace.studies.programs import TEST_TASKS, mbpp_prompt
 
 #: Called with the generated text and the data set's row; returns whether it is right (None: cannot be told), or an
@@ -86,6 +86,8 @@ class Selection:
         Raises:
             InputError: there are not so many rows.
         """
+        if not total:
+            raise InputError("the data set is empty; it must hold at least one row")
         if self.rows:
             rows = parse_selection(self.rows)
             if len(set(rows)) != len(rows):
@@ -136,7 +138,7 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
     if kind in _IMPORTERS:
         return _imported(kind, path, selection)
     try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        lines = lines_of(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"data set {path} cannot be read ({error})") from error
     if kind == "mbpp":
@@ -144,7 +146,7 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
     questions = []
     for number in selection.of(len(lines)):
         try:
-            row = json.loads(lines[number])
+            row = value_of(lines[number])
             text, gold = _READERS[kind](row)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}, row {number} is no {kind} row: {error!r}") from error
@@ -172,7 +174,7 @@ def _mbpp(row: Mapping[str, Any]) -> tuple[str, str | None]:
 def _test_split(path: Path, lines: Sequence[str]) -> list[str]:
     """Return MBPP's test rows; a file without task numbers, or of test rows alone, is taken as it is."""
     try:
-        numbers = [json.loads(line).get("task_id") for line in lines]
+        numbers = [value_of(line).get("task_id") for line in lines]
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path} is no file of MBPP rows ({error!r})") from error
     if None in numbers:
@@ -217,8 +219,11 @@ def load_scorer(name: str | None) -> Scorer | None:
         sys.path.append(here)
     try:
         found = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise InputError(f"scorer {name!r} cannot be imported ({error})") from error
+    except Exception as error:
+        # Its module is the user's own code, which may raise anything.
+        raise InputError(
+            f"scorer {name!r} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     if not callable(found):
         raise InputError(f"scorer {name!r} must be a function; it is a {type(found).__name__}")
     scorer: Scorer = found

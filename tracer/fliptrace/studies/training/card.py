@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_OF_LABELLED = (
+    "Empty and double texts are taken out; test and validation rows are drawn with the seed, each with the classes' "
+    "shares of all; test rows (`test.csv`) are never trained on."
+)
 _SPLITS = {
     "gsm8k": "5 % of the file's rows, drawn with the seed, are for validation; the rest is trained on. Calculator "
     "annotations are taken out, and `Final answer: N` stands in the place of `#### N`.",
     "mbpp": "MBPP's own: task_id 601 to 974 for training, 511 to 600 for validation.",
-    "csv": "Empty and double texts are taken out; test and validation rows are drawn with the seed, each with the "
-    "classes' shares of all; test rows (`test.csv`) are never trained on.",
+    "csv": _OF_LABELLED,
+    "dataset": _OF_LABELLED,
 }
 
 

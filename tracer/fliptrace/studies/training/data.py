@@ -15,9 +15,10 @@ from typing import Any
 from fliptrace.errors import InputError
 from fliptrace.pair.prompts import GSM8K_INSTRUCTION, encode_prompt
 from fliptrace.studies.answers import prepared_solution
-from fliptrace.studies.labelled import LabelledText, decision_prompt, read_labelled
+from fliptrace.studies.json_lines import lines_of, value_of
+from fliptrace.studies.labelled import LabelledText, decision_prompt, distinct, read_labelled
 from fliptrace.studies.programs import mbpp_prompt
-from fliptrace.studies.training.settings import TrainSettings
+from fliptrace.studies.training.settings import LABELLED, TrainSettings
 
 #: MBPP's own splits, by task_id.
 _MBPP_TRAINING, _MBPP_VALIDATION = range(601, 975), range(511, 601)
@@ -40,8 +41,8 @@ class Splits:
         training: in the file's order.
         validation: never trained on; the weights that do best on it are kept.
         test: rows of a labelled file for trace-study decide; empty for others.
-        data_sha256: of the file.
-        duplicates: rows of a labelled file whose text was empty or had come before.
+        data_sha256: of the file; of a data set of the datasets library, of its texts and labels.
+        duplicates: rows of labelled data whose text was empty or had come before.
     """
 
     training: Sequence[Example]
@@ -70,13 +71,13 @@ def read_splits(settings: TrainSettings) -> Splits:
     Raises:
         InputError: unreadable, not of its kind, or too few rows.
     """
+    if settings.kind in LABELLED:
+        return _labelled(settings)
     try:
         data = settings.data.read_bytes()
     except OSError as error:
         raise InputError(f"data set {settings.data} cannot be read ({error})") from error
     digest = hashlib.sha256(data).hexdigest()
-    if settings.kind == "csv":
-        return _labelled(settings, digest)
     make = {"gsm8k": _gsm8k, "mbpp": _mbpp}[settings.kind]
     rows = _json_lines(settings.data, data)
     if settings.kind == "gsm8k":
@@ -105,7 +106,7 @@ def read_splits(settings: TrainSettings) -> Splits:
 
 def _json_lines(path: Path, data: bytes) -> list[dict[str, Any]]:
     try:
-        rows = [json.loads(line) for line in data.decode("utf-8").splitlines() if line.strip()]
+        rows = [value_of(line) for line in lines_of(data.decode("utf-8"))]
     except ValueError as error:
         raise InputError(f"data set {path} is no file of JSON lines ({error})") from error
     if not all(isinstance(row, dict) for row in rows):
@@ -122,24 +123,30 @@ def _mbpp(row: Mapping[str, Any]) -> Example:
     return Example(mbpp_prompt(row), f"```python\n{program}\n```")
 
 
-def _labelled(settings: TrainSettings, digest: str) -> Splits:
+def _labelled(settings: TrainSettings) -> Splits:
     if not settings.label_column:
         raise InputError("training takes labels: name the label column")
-    rows = read_labelled(
-        settings.data, settings.text_column, settings.label_column, settings.threshold
-    )
-    seen: dict[str, LabelledText] = {}
-    for row in rows:
-        if row.text.strip():
-            seen.setdefault(row.text, row)
-    kept = list(seen.values())
+    columns = settings.text_column, settings.label_column, settings.threshold
+    if settings.kind == "csv":
+        rows = read_labelled(settings.data, *columns)
+        digest = hashlib.sha256(settings.data.read_bytes()).hexdigest()
+    else:
+        from fliptrace.studies.dataset_library import read_labelled_dataset
+
+        rows = read_labelled_dataset(settings.place, settings.split, *columns)
+        said = json.dumps([[row.text, row.label] for row in rows])
+        digest = hashlib.sha256(said.encode()).hexdigest()
+    kept = distinct(rows)
     test, rest = draw_in_proportion(kept, settings.test_rows, settings.seed)
     validation, training = draw_in_proportion(rest, settings.validation_rows, settings.seed + 1)
-    if not training:
+    wanted = 1 if settings.training_rows is None else settings.training_rows
+    if len(training) < wanted:
         raise InputError(
-            f"{settings.data} has {len(kept)} different texts; {settings.validation_rows} for validation and "
-            f"{settings.test_rows} for a test leave none for training"
+            f"{settings.place} has {len(kept)} different texts; {settings.validation_rows} for validation and "
+            f"{settings.test_rows} for a test leave {len(training)} for training, fewer than {wanted}"
         )
+    if settings.training_rows is not None:
+        training, _ = draw_in_proportion(training, settings.training_rows, settings.seed + 2)
 
     def example(row: LabelledText) -> Example:
         question = decision_prompt(row.text, settings.question, settings.yes, settings.no)

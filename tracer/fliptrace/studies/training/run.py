@@ -97,7 +97,7 @@ def train_adapter(
         made.seconds,
     )
     record: dict[str, Any] = {
-        "settings": asdict(settings) | {"task": f"{settings.kind}:{settings.data.name}"},
+        "settings": asdict(settings) | {"task": settings.data_name},
         "alpha": settings.alpha,
         "adapted": targets,
         "data_sha256": splits.data_sha256,

@@ -11,7 +11,9 @@ from fliptrace.errors import InputError
 from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.labelled import check_threshold
 
-KINDS = ("gsm8k", "mbpp", "csv")
+KINDS = ("gsm8k", "mbpp", "csv", "dataset")
+#: Kinds whose rows are texts with labels.
+LABELLED = ("csv", "dataset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class TrainSettings:
     """Settings of a training.
 
     Attributes:
-        task: ``gsm8k:PATH``, ``mbpp:PATH`` or ``csv:PATH``.
+        task: ``gsm8k:PATH``, ``mbpp:PATH``, ``csv:PATH`` or ``dataset:NAME`` (see read_labelled_dataset).
         model: a folder, a ``.gguf`` file or a hub name; None for the bundled model without its adapter.
         rank: of the adapter; alpha is twice that.
         epochs: passes over the training rows, at most.
@@ -32,15 +34,16 @@ class TrainSettings:
         dtype: see load_engine.
         chat_template: apply the tokenizer's.
         threads: of torch, on a CPU.
-        question: asked of every text of a CSV file.
-        text_column: of a CSV file.
-        label_column: of a CSV file.
+        split: of a data set of the datasets library.
+        question: asked of every labelled text.
+        text_column: of labelled texts.
+        label_column: of labelled texts.
         threshold: see DecideStudy.
         yes: the word for yes.
         no: the word for no.
-        validation_rows: of a CSV file, drawn with both classes in proportion; GSM8K keeps 5 % back, MBPP has rows of
-            its own.
-        test_rows: of a CSV file, the same, written to test.csv and never trained on.
+        training_rows: of labelled texts, drawn with both classes in proportion; None for all that are left.
+        validation_rows: of labelled texts, drawn the same; GSM8K keeps 5 % back, MBPP has rows of its own.
+        test_rows: of labelled texts, the same, written to test.csv and never trained on.
     """
 
     task: str
@@ -56,12 +59,14 @@ class TrainSettings:
     dtype: str = "auto"
     chat_template: bool = True
     threads: int = 1
+    split: str = "train"
     question: str = "Is this comment toxic?"
     text_column: str = "text"
     label_column: str = "label"
     threshold: float = 0.5
     yes: str = "yes"
     no: str = "no"
+    training_rows: int | None = None
     validation_rows: int = 200
     test_rows: int = 0
 
@@ -71,9 +76,21 @@ class TrainSettings:
         return self.task.partition(":")[0]
 
     @property
+    def place(self) -> str:
+        """The task's file, or the name of its data set."""
+        return self.task.partition(":")[2]
+
+    @property
     def data(self) -> Path:
         """The task's file."""
-        return Path(self.task.partition(":")[2]).expanduser()
+        return Path(self.place).expanduser()
+
+    @property
+    def data_name(self) -> str:
+        """What was learnt, for people, without where it lies here."""
+        if self.kind == "dataset":
+            return f"{self.task}, split {self.split}"
+        return f"{self.kind}:{self.data.name}"
 
     @property
     def alpha(self) -> int:
@@ -89,7 +106,7 @@ class TrainSettings:
         kind, separator, name = self.task.partition(":")
         if kind not in KINDS or not separator or not name:
             raise InputError(
-                f"an adapter is trained for gsm8k:PATH, mbpp:PATH or csv:PATH; got {self.task!r}"
+                f"an adapter is trained for gsm8k:PATH, mbpp:PATH, csv:PATH or dataset:NAME; got {self.task!r}"
             )
         for what in ("rank", "epochs", "batch", "max_length", "threads"):
             check_at_least(what.replace("_", " "), getattr(self, what))
@@ -105,6 +122,8 @@ class TrainSettings:
             raise InputError(
                 f"validation takes at least 1 row and a test set 0; got {self.validation_rows} and {self.test_rows}"
             )
+        if self.training_rows is not None:
+            check_at_least("training rows", self.training_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ RUNS = {
 PICTURE = "calibration.svg"
 
 
+@cache
 def observed_of(results: Path) -> dict[str, tuple[list[Observed], Cost | None]]:
     """Return what was predicted and what came, and the cost, by what ran."""
     found = {}

@@ -203,6 +203,23 @@ def _timed_by(results: Path) -> str:
     return "`trace-study latency`" if study else "`examples/measure/vllm_shrink.py latency`"
 
 
+def _starts(results: Path) -> str:
+    """Say what a ratio's interval holds: rounds of one start, or starts."""
+    trials = {
+        (rank, row["trial"])
+        for rank in (16, 32)
+        for row in rows_of(results, f"h200-study-latency-{rank}")
+    }
+    fewest = min((sum(own == rank for own, _ in trials) for rank, _ in trials), default=1)
+    every = "every round times one request on every engine, ratios of a round, geometric mean"
+    if fewest < 3:
+        return (
+            f"one start of each engine; {every}, interval of t on logs. What another start changes is in none of these "
+            "intervals."
+        )
+    return f"{fewest} starts of all engines; {every} of a start, interval of t on logs over the starts."
+
+
 _SLOWER = (
     "On the H200 atomics with eight splits are slower than the fixed order with the same splits, the other way round "
     "from the paper; why was not taken apart."
@@ -242,9 +259,7 @@ def latencies(results: Path) -> list[str]:
         *prose(
             "Differences in time, batch 1, 150 tokens. The paper: five fresh engines, 50 requests",
             "each, averaged over GSM8K and MBPP. Here:",
-            f"{_timed_by(results)}, one start of each engine; every round",
-            "times one request on every engine, ratios of a round, geometric mean, interval of t on logs.",
-            "What another start changes is in none of these intervals.",
+            f"{_timed_by(results)}, {_starts(results)}",
         ),
         *prose(
             _SLOWER if all(ratio is not None and ratio.value < 1 for ratio in behind) else "",

@@ -13,7 +13,7 @@
 #
 # The process is ended after SECONDS; finished rows are kept, the same command goes on, and at the end the report is
 # written from what is there. Settings: PYTHON; BACKEND (TRITON_ATTN); MODE of latency (graphs, or compiled as vLLM has
-# it); ROUNDS; SCRATCH for logs and caches; MORE, further arguments.
+# it); ROUNDS, TRIALS (starts of all engines); SCRATCH for logs and caches; MORE, further arguments.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 PYTHON="${PYTHON:-python3}"
@@ -37,11 +37,11 @@ vary)
     arguments+=(--batch-size 32 --alone 0 --repetitions 2 --vary order --vary neighbours --vary prefix)
     ;;
 latency)
-    arguments=(latency --shape llama-3.2-3b --rank "${1:-16}" --mode "${MODE:-graphs}" --trials 1 --rounds "${ROUNDS:-5}"
+    arguments=(latency --shape llama-3.2-3b --rank "${1:-16}" --mode "${MODE:-graphs}" --trials "${TRIALS:-1}" --rounds "${ROUNDS:-5}"
         --batch-size 1 --batch-size 16 --batch-size 32 --batch-size 64)
     ;;
 invariant-cost)
-    arguments=(latency --shape llama-3.2-3b --rank "${1:-16}" --mode "${MODE:-graphs}" --trials 1 --rounds "${ROUNDS:-5}"
+    arguments=(latency --shape llama-3.2-3b --rank "${1:-16}" --mode "${MODE:-graphs}" --trials "${TRIALS:-1}" --rounds "${ROUNDS:-5}"
         --batch-size 1 --batch-size 16 --batch-size 64 --batch-invariant off --batch-invariant on
         --reduction vllm-own --reduction local --baseline vllm-own)
     ;;

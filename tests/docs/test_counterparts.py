@@ -139,6 +139,12 @@ def test_latencies_pair_rounds(script, tmp_path):
         *("+100.0 %", "+1.62 %", "–", "+0.0 %", "-50.0 %")
     ]
     assert line_of(page, "| 16 | 1 |")[5].startswith("+300.0 %")
+    assert "one start of each engine" in page
+    more = [{**row, "trial": trial} for row in rows for trial in (0, 1, 2)]
+    keep(script, tmp_path, "h200-study-latency-16", more)
+    page = " ".join(script.page(tmp_path).split())
+    assert "3 starts of all engines" in page
+    assert "+100.0 % (95 %: +100.0 to +100.0, 3 trials)" in page
 
 
 def test_predicted_flips(script, repository_root, tmp_path):

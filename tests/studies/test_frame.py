@@ -105,6 +105,10 @@ def refuse(study, items, go_on):
     yield
 
 
+def first_alone(study, items, go_on):
+    yield from run_here(study, items[:1], go_on)
+
+
 def test_a_budget_ends_a_sitting_between_items(counting, tmp_path):
     """No item begins after the budget; the page says that the study is not finished, and the next sitting goes on."""
     folder = tmp_path / "study"
@@ -118,6 +122,21 @@ def test_a_budget_ends_a_sitting_between_items(counting, tmp_path):
     assert len((folder / "rows.jsonl").read_text().splitlines()) == 6
     with pytest.raises(InputError, match="budget"):
         run_study(study, folder, budget_minutes=-1)
+
+
+def test_no_minutes_write_the_report_of_what_is_there(counting, tmp_path):
+    """Nothing runs; where no study was begun, that is said and nothing is left behind."""
+    study = counting.CountingStudy(numbers=2)
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "new" / "study", tmp_path / "empty"):
+        with pytest.raises(InputError, match=f"{folder} holds none"):
+            run_study(study, folder, budget_minutes=0)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+    run_study(study, tmp_path / "begun", executor=first_alone)
+    (tmp_path / "begun" / "table.md").unlink()
+    result = run_study(study, tmp_path / "begun", budget_minutes=0, executor=refuse)
+    assert (result.done, result.new) == (1, 0)
+    assert "Not finished" in (tmp_path / "begun" / "table.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +159,7 @@ def test_settings_of_a_folder_in_which_nothing_ran_may_change(counting, tmp_path
     """A device that is not there, say, is corrected in the same folder; after the first worker that is refused."""
     folder = tmp_path / "study"
     study = counting.CountingStudy(numbers=2)
-    run_study(study, folder, budget_minutes=0)
+    run_study(study, folder, budget_minutes=1e-9)
     corrected = dataclasses.replace(study, offset=0.2)
     run_study(corrected, folder)
     with pytest.raises(InputError, match=r"begun with offset = 0\.2"):

@@ -119,7 +119,8 @@ FolderOption = Annotated[
 BudgetOption = Annotated[
     float | None,
     typer.Option(
-        help="Begin no more work after so many minutes; run the same command again to go on.",
+        help="Begin no more work after so many minutes; run the same command again to go on. 0 writes the report of "
+        "what is there.",
         metavar="MINUTES",
         rich_help_panel=STUDY,
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 from fliptrace.errors import InputError
 from fliptrace.studies.items import Item, Row
-from fliptrace.studies.journal import Journal
+from fliptrace.studies.journal import STUDY_NAME, Journal
 from fliptrace.studies.study import Report, Study
 
 #: Called as progress(what, done, total).
@@ -101,7 +101,8 @@ def run_study(
     Args:
         study: what to run.
         folder: a new folder, or one that the same study has begun; finished rows are not run again.
-        budget_minutes: begin no item after so many minutes in this sitting; loading counts. None for no limit.
+        budget_minutes: begin no item after so many minutes in this sitting; loading counts. None for no limit, 0 to
+            write the report of what is there.
         executor: who runs items: run_here, or Ray's workers (fliptrace.studies.ray_workers.ray_executor).
         command: how it was started, for the record.
         progress: told of every row.
@@ -118,6 +119,11 @@ def run_study(
     if budget_minutes is not None and not (math.isfinite(budget_minutes) and budget_minutes >= 0):
         raise InputError(
             f"a budget is a number of minutes, 0 or more; got {budget_minutes}. Leave it out for no limit"
+        )
+    if budget_minutes == 0 and not (Path(folder) / STUDY_NAME).exists():
+        raise InputError(
+            f"with a budget of 0 minutes the report of a begun study is written; {folder} holds none. Name a study's "
+            "folder, or give more minutes to begin one"
         )
     begin = time.monotonic()
     items = list(study.items())

@@ -242,3 +242,23 @@ def test_the_check_itself_fails_on_two_lines():
     noisy = SimpleNamespace(code=2, out="", err="UserWarning: x\ntrace-pair: y\n")
     with pytest.raises(AssertionError):
         check_refusal(noisy, [])
+
+
+@pytest.mark.parametrize("study", ["batch", "latency"])
+def test_a_device_is_vllms_matter(study, tmp_path, capsys):
+    """Studies on vLLM's own engines have no --device; the line says what there is in its place."""
+    from fliptrace.command_line.running import run
+    from fliptrace.command_line.trace_study import COMMANDS
+
+    def line_of(*words):
+        with pytest.raises(SystemExit) as stopped:
+            run(COMMANDS[study], study, [*words, "--out", str(tmp_path / "none")])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    line = line_of("--device", "cpu")
+    assert all(
+        word in line for word in ("vLLM", "got --device cpu", "Leave it out", "--engine-python")
+    )
+    assert "--device" not in line_of("--device", "auto", "--budget-minutes", "0")  # as if left out
+    assert contents(tmp_path) == []

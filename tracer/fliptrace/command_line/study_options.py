@@ -38,6 +38,8 @@ DeviceOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+#: Other studies have --device, so people type it here.
+NoDeviceOption = Annotated[str, typer.Option(hidden=True)]
 DtypeOption = Annotated[
     DtypeName, typer.Option(help="The type in which the model computes.", rich_help_panel=MODEL)
 ]

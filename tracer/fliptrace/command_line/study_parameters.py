@@ -40,6 +40,7 @@ from fliptrace.command_line.study_options import (
     LengthOption,
     ModelOption,
     ModeOption,
+    NoDeviceOption,
     NoOption,
     NoTemplateOption,
     PromptSeedOption,
@@ -195,9 +196,19 @@ class EngineParameters(ProcessParameters):
 
     mode: ModeOption = "auto"
     attention_backend: BackendOption = ""
+    device: NoDeviceOption = "auto"
 
     def settings(self, dtype: str) -> EngineSettings:
-        """Return what the studies take."""
+        """Return what the studies take.
+
+        Raises:
+            InputError: a device was named.
+        """
+        if self.device != "auto":
+            raise InputError(
+                f"these engines are vLLM's and run on what it is built for, CUDA or a CPU; got --device {self.device}. "
+                "Leave it out: --engine-python names the Python of another build, CUDA_VISIBLE_DEVICES chooses GPUs"
+            )
         return self.made(mode=self.mode, attention_backend=self.attention_backend, dtype=dtype)
 
 

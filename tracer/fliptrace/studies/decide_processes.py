@@ -7,11 +7,10 @@ computes them over the whole vocabulary, in FP32; normalised over the two here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fliptrace.studies.decide import decided
-from fliptrace.studies.engine_process_reductions import ReductionEngines
+from fliptrace.studies.engine_process_reductions import ReductionEngines, ReductionWorker
 from fliptrace.studies.engines import identity_of
 from fliptrace.studies.items import Item
 
@@ -19,19 +18,17 @@ if TYPE_CHECKING:
     from fliptrace.studies.decide import DecideStudy
 
 
-class DecideProcessWorker:
+class DecideProcessWorker(ReductionWorker):
     """Asks the engine of an item's reduction."""
 
     def __init__(self, study: DecideStudy) -> None:
         """Keep the settings; engines start when it is known which are needed."""
         self._study = study
-        self._engines = ReductionEngines(
-            study.model, study.engines, study.batch_size, logprobs_mode="raw_logprobs"
+        super().__init__(
+            ReductionEngines(
+                study.model, study.engines, study.batch_size, logprobs_mode="raw_logprobs"
+            )
         )
-
-    def begin(self, items: Sequence[Item]) -> None:
-        """Start the engines that these items need."""
-        self._engines.start(item.arguments["reduction"] for item in items)
 
     def describe(self) -> dict[str, Any]:
         """Wait for the engines and return what they read about themselves."""
@@ -41,11 +38,6 @@ class DecideProcessWorker:
                 "interface": "vLLM's log-probabilities of the two labels (logprob_token_ids)"
             }
         }
-
-    def lane(self, item: Item) -> str:
-        """Items of one engine wait for each other."""
-        reduction: str = item.arguments["reduction"]
-        return reduction
 
     def run(self, item: Item) -> dict[str, Any]:
         """Decide once."""
@@ -67,10 +59,6 @@ class DecideProcessWorker:
             "prompt_tokens": said["prompt_tokens"],
             **decided(*shares_of(said["log_yes"], said["log_no"]), asked["label"]),
         }
-
-    def close(self) -> None:
-        """End the engines."""
-        self._engines.close()
 
 
 def shares_of(log_yes: float, log_no: float) -> tuple[float, float, float]:

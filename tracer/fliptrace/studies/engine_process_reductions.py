@@ -30,6 +30,7 @@ from fliptrace.studies.engine_process_settings import (
     verified_kernels,
 )
 from fliptrace.studies.engines import ModelSettings, is_repeatable
+from fliptrace.studies.items import Item
 
 #: The engine that is stepped in the study's own process.
 IN_PROCESS = "in-process"
@@ -320,3 +321,24 @@ class ReductionEngines:
     def close(self) -> None:
         """End the engines."""
         close_all(self._engines.values())
+
+
+class ReductionWorker:
+    """What a study's worker on these engines is, less its items: each belongs to the engine of its reduction."""
+
+    def __init__(self, engines: ReductionEngines) -> None:
+        """Keep the engines; they start when it is known which are needed."""
+        self._engines = engines
+
+    def begin(self, items: Sequence[Item]) -> None:
+        """Start the engines that these items need."""
+        self._engines.start(item.arguments["reduction"] for item in items)
+
+    def lane(self, item: Item) -> str:
+        """Items of one engine wait for each other."""
+        reduction: str = item.arguments["reduction"]
+        return reduction
+
+    def close(self) -> None:
+        """End the engines."""
+        self._engines.close()

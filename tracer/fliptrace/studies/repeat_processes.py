@@ -6,10 +6,9 @@ log-probabilities interface in the mode raw_logits, as the sampler got them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fliptrace.studies.engine_process_reductions import ReductionEngines
+from fliptrace.studies.engine_process_reductions import ReductionEngines, ReductionWorker
 from fliptrace.studies.engines import identity_of
 from fliptrace.studies.items import Item
 from fliptrace.studies.repeat import Judge
@@ -18,30 +17,23 @@ if TYPE_CHECKING:
     from fliptrace.studies.repeat import RepeatStudy
 
 
-class RepeatProcessWorker:
+class RepeatProcessWorker(ReductionWorker):
     """Asks the engine of an item's reduction."""
 
     def __init__(self, study: RepeatStudy) -> None:
         """Load the judge; engines start when it is known which are needed."""
         self._study = study
         self._judge = Judge(study)
-        self._engines = ReductionEngines(
-            study.model, study.engines, study.batch_size, logprobs_mode="raw_logits"
+        super().__init__(
+            ReductionEngines(
+                study.model, study.engines, study.batch_size, logprobs_mode="raw_logits"
+            )
         )
-
-    def begin(self, items: Sequence[Item]) -> None:
-        """Start the engines that these items need."""
-        self._engines.start(item.arguments["reduction"] for item in items)
 
     def describe(self) -> dict[str, Any]:
         """Wait for the engines and return what they read about themselves."""
         found = self._engines.ready(map(identity_of, self._study.reductions))
         return found | self._judge.describe()
-
-    def lane(self, item: Item) -> str:
-        """Items of one engine wait for each other."""
-        reduction: str = item.arguments["reduction"]
-        return reduction
 
     def run(self, item: Item) -> dict[str, Any]:
         """Generate once and score the text."""
@@ -69,7 +61,3 @@ class RepeatProcessWorker:
             "stop_reason": made["stop_reason"],
             **self._judge.columns(made["text"], question),
         }
-
-    def close(self) -> None:
-        """End the engines."""
-        self._engines.close()

@@ -177,6 +177,24 @@ def test_what_ran_differently_is_said_for_each(pairs):
     assert "simulated" not in text.split("Observer")[0]
 
 
+def test_batches_that_differed_are_said_where_nothing_else_did(pairs):
+    """Equal in two batches is no repetition; other neighbours in the same number are told apart, too."""
+    alone, beside, other = (sections(3) for _ in range(3))
+    beside["engine"]["neighbours"] = {"count": 1, "requests": [{"ids": "a"}]}
+    other["engine"]["neighbours"] = {"count": 1, "requests": [{"ids": "b"}]}
+    for before, after in ((alone, beside), (beside, other)):
+        text = told(with_manifests(pairs.make(Outcome.IDENTICAL), before, after))
+        assert "although their batches differed" in text
+        assert (
+            "repeatable in 2 runs in different batches, not proof of determinism or batch" in text
+        )
+        assert "Repeatable in 2 runs in different batches is one comparison" in text
+        assert ("Their batches differed" in text) == (before is beside)
+    same = told(with_manifests(pairs.make(Outcome.IDENTICAL), beside, beside))
+    assert "batches" not in same
+    assert "repeatable in 2 runs, not proof of determinism" in same
+
+
 def test_page_and_json_say_what_ran_first(pairs):
     """Under the verdict on the page, a passage in JSON."""
     pair = searched(pairs, Outcome.SURVIVING, 4, attempts_allowed=4, until="token")

@@ -87,3 +87,8 @@ def differing_keys(reference: Manifest, candidate: Manifest) -> list[tuple[str, 
     return [
         (key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
     ]
+
+
+def ran_in_other_batches(reference: Manifest, candidate: Manifest) -> bool:
+    """Tell whether two traces are of requests that ran with other neighbours, or one of them alone."""
+    return bool(reference.get("engine.neighbours") != candidate.get("engine.neighbours"))

@@ -84,12 +84,6 @@ def engine_names(reference: Trace, candidate: Trace) -> tuple[str, str] | None:
     return str(names[0]), str(names[1])
 
 
-def ran_in_other_batches(reference: Trace, candidate: Trace) -> bool:
-    """Tell whether two traces are of requests that ran with other neighbours, or one of them alone."""
-    before, after = (trace.manifest.get("engine.neighbours") for trace in (reference, candidate))
-    return bool(before != after)
-
-
 def _refuse_redacted(reference: Trace, candidate: Trace) -> None:
     """Say of redacted traces that they cannot be compared, instead of calling their prompts different."""
     names = [

@@ -17,7 +17,6 @@ from fliptrace.analysis.align import (
     check_identity,
     compared_span,
     engine_names,
-    ran_in_other_batches,
     read_frames,
 )
 from fliptrace.analysis.coordinates import row_difference
@@ -30,7 +29,7 @@ from fliptrace.analysis.rank_agreement import rank_agreement
 from fliptrace.analysis.summary import summarise
 from fliptrace.analysis.tokens import StepLogits, compare_step, describe_flip, logits_differ
 from fliptrace.errors import InputError
-from fliptrace.manifest import differing_keys
+from fliptrace.manifest import differing_keys, ran_in_other_batches
 from fliptrace.numerics import CoordinateClass
 from fliptrace.store.pairing import PairedReader, StepLayouts
 from fliptrace.store.reader import TraceReader
@@ -157,7 +156,7 @@ class PairWalk:
         identities = [trace.manifest.get("reduction.identity") for trace in self._traces]
         same_engine = engine_names(reference, candidate) is None
         self._same_reduction = identities[0] == identities[1] and same_engine
-        self._other_batches = ran_in_other_batches(reference, candidate)
+        self._other_batches = ran_in_other_batches(reference.manifest, candidate.manifest)
         self._reader = StepReader(
             self._rounded,
             dtype_from_name(own) if own in _ROUNDED_DTYPES else self._rounded,

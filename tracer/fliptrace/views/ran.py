@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fliptrace.manifest import ran_in_other_batches
 from fliptrace.verdicts import Outcome
 from fliptrace.views.escaping import shorten, visible
 from fliptrace.views.wording import count, plain
@@ -110,6 +111,8 @@ def ran_sentences(reference: Trace, candidate: Trace) -> tuple[str, ...]:
         if not same:
             names = [name or "not recorded" for name in reductions]
             sentences.append(f"Reductions: reference {names[0]}, candidate {names[1]}.")
+        if ran_in_other_batches(reference.manifest, candidate.manifest):
+            sentences.append("Their batches differed: other neighbours, or in other places.")
     else:
         for name, settings, reduction in zip(
             ("Reference", "Candidate"), (before, after), reductions, strict=True
@@ -215,8 +218,14 @@ def compared_sentence(search: Search | None) -> str:
     )
 
 
-def bound_sentence(diff: PairDiff, search: Search | None) -> str:
-    """Say how little agreeing runs prove; "" after a flip, or without a search after any difference."""
+def bound_sentence(diff: PairDiff, search: Search | None, *, other_batches: bool) -> str:
+    """Say how little agreeing runs prove; "" after a flip, or without a search after any difference.
+
+    Args:
+        diff: what was found.
+        search: how the candidate was found.
+        other_batches: the two ran in different batches.
+    """
     if diff.outcome is Outcome.TOKEN:
         return ""
     identical = diff.outcome is Outcome.IDENTICAL
@@ -227,7 +236,8 @@ def bound_sentence(diff: PairDiff, search: Search | None) -> str:
     else:
         runs, comparisons, bound = search.runs, search.attempt, search.bound
     if identical and (search is None or search.attempt == 1 or search.until == "any"):
-        what, doubt = f"Repeatable in {runs:,} runs", "differ"
+        where = " in different batches" if other_batches else ""
+        what, doubt = f"Repeatable in {runs:,} runs{where}", "differ"
     elif (
         search is not None and search.until == "surviving" and diff.outcome is not Outcome.SURVIVING
     ):

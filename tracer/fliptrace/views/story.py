@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fliptrace.manifest import ran_in_other_batches
 from fliptrace.verdicts import Outcome
 from fliptrace.views import wording
 from fliptrace.views.escaping import quoted, said, stopped
@@ -105,6 +106,7 @@ def tell_story(
     search = search_of(diff, reference, candidate)
     ran = (*ran_sentences(reference, candidate), *search_sentences(diff, search))
     dtype = model_dtype(reference)
+    other_batches = ran_in_other_batches(reference.manifest, candidate.manifest)
     root = (*root_sentences(diff, tokens, dtype), *_ranks(diff))
     passages = (
         Passage("ran", "What ran", ran),
@@ -126,7 +128,12 @@ def tell_story(
         ),
     )
     return Story(
-        verdict=" ".join((_verdict(diff, search, dtype), *_cut_short(diff, reference, candidate))),
+        verdict=" ".join(
+            (
+                _verdict(diff, search, dtype, other_batches=other_batches),
+                *_cut_short(diff, reference, candidate),
+            )
+        ),
         passages=tuple(passage for passage in passages if passage.sentences),
     )
 
@@ -138,7 +145,7 @@ def _interventions(report: InterventionReport | None) -> tuple[Passage, ...]:
     return (Passage("interventions", "What was enough", sentences, leading(report), gist(report)),)
 
 
-def _verdict(diff: PairDiff, search: Search | None, dtype: str) -> str:
+def _verdict(diff: PairDiff, search: Search | None, dtype: str, *, other_batches: bool) -> str:
     if diff.outcome is Outcome.TOKEN:
         if diff.flip is None:
             return "Token flipped: the two executions generated different tokens."
@@ -174,6 +181,11 @@ def _verdict(diff: PairDiff, search: Search | None, dtype: str) -> str:
             f"rounding to {diff.rounded_dtype}."
         )
     if runs == 2:
+        if other_batches:
+            return (
+                f"No difference found in {compared}: {same}, although their batches differed. This is 2 runs, "
+                f"repeatable in 2 runs in different batches, not proof of determinism or batch invariance."
+            )
         return (
             f"No difference found in {compared}: {same}. This is 2 runs, repeatable in 2 runs, not proof of "
             f"determinism."
@@ -381,7 +393,12 @@ def _doubts(
     if diff.rounded_dtype == "float32":
         why = unrounded(model_dtype(reference))
         sentences.append(f"Every difference counts as surviving, none as latent: {why}.")
-    bound = "" if diff.coverage.of_one_file else bound_sentence(diff, search)
+    other_batches = ran_in_other_batches(reference.manifest, candidate.manifest)
+    bound = (
+        ""
+        if diff.coverage.of_one_file
+        else bound_sentence(diff, search, other_batches=other_batches)
+    )
     if bound:
         sentences.append(bound)
     if diff.outcome is Outcome.IDENTICAL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.resources import files
 from typing import Any, Final
 
@@ -89,6 +90,22 @@ class Compiled:
     image: bytes
     target: str
     log: str
+
+
+def cuda_bindings(name: str) -> Any:
+    """Return a module of cuda.bindings: `nvrtc` or `driver`.
+
+    Raises:
+        LaunchError: if the package is not installed.
+    """
+    try:
+        return import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise LaunchError(
+            "local reductions need the package cuda-bindings, which torch's CUDA builds bring "
+            f"along; importing it failed: {error}. Run `pip install cuda-bindings`, or use "
+            "deterministic:8"
+        ) from error
 
 
 def source() -> str:
@@ -218,14 +235,7 @@ def _require(error: Any, doing: str) -> None:
 
 @cache
 def _nvrtc() -> Any:
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise LaunchError(
-            "local reductions need the package cuda-bindings, which torch's CUDA builds bring "
-            f"along; importing it failed: {error}. Run `pip install cuda-bindings`, or use "
-            "deterministic:8"
-        ) from error
+    nvrtc = cuda_bindings("nvrtc")
     try:
         nvrtc.nvrtcVersion()
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from fliptrace_kernels.errors import LaunchError
-from fliptrace_kernels.local.compilation import Compiled, Variant, compile_for
+from fliptrace_kernels.local.compilation import Compiled, Variant, compile_for, cuda_bindings
 
 SLICES_PER_LAUNCH: Final = 4
 
@@ -168,12 +168,4 @@ def _require(error: Any, doing: str, what: Variant | str) -> None:
 
 @cache
 def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise LaunchError(
-            "local reductions need the package cuda-bindings, which torch's CUDA builds bring "
-            f"along; importing it failed: {error}. Run `pip install cuda-bindings`, or use "
-            "deterministic:8"
-        ) from error
-    return driver
+    return cuda_bindings("driver")

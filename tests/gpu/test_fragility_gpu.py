@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from fliptrace.numerics import integer_view
-from fliptrace.pair import bundled_model, encode_prompt, load_engine
+from fliptrace.pair import bundled_model, encode_prompt
 from fliptrace_interventions.fragility import (
     FragilityOptions,
     forced_replays,
@@ -24,13 +24,6 @@ from fliptrace_interventions.fragility.replays import Beginning
 
 pytestmark = pytest.mark.gpu
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def engine():
-    """The bundled model on the GPU."""
-    bundled = bundled_model()
-    return load_engine(bundled.model, bundled.adapter, device="cuda")
 
 
 def observed(engine, reduction):

@@ -12,17 +12,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from fliptrace.pair import bundled_model, load_engine, trace_pair
+from fliptrace.pair import bundled_model, trace_pair
 from fliptrace_interventions import Workbench, export_reproducer
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def engine():
-    """The bundled model on the GPU."""
-    bundled = bundled_model()
-    return load_engine(bundled.model, bundled.adapter, device="cuda")
 
 
 @pytest.fixture(scope="module")

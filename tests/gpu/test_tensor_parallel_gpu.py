@@ -15,11 +15,6 @@ if importlib.util.find_spec("vllm") is None:
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import fliptrace as ft
-from fliptrace.capture.decoding import generate
-from fliptrace.capture.recorder import Recorder, RecorderOptions
-from fliptrace.manifest import Manifest
-from fliptrace.store import TraceReader, TraceWriter
-from fliptrace.trace import Closing
 from fliptrace_interventions import Workbench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -44,14 +39,6 @@ def engine():
     engine.close()
 
 
-class ByCalls:
-    """Passes reports on and lends no slots."""
-
-    def __init__(self, observer):
-        for name in ("begin_step", "shrink", "projection", "cache_rows", "operation", "end_step"):
-            setattr(self, name, getattr(observer, name))
-
-
 def test_each_rank_has_a_gpu_of_its_own(engine):
     """As read in the ranks' processes."""
     stated = engine.describe()["engine"]["tensor_parallel"]
@@ -60,35 +47,14 @@ def test_each_rank_has_a_gpu_of_its_own(engine):
 
 
 @pytest.mark.parametrize("reduction", ["unsplit", "deterministic:8"])
-def test_one_transfer_holds_what_calls_report(engine, tmp_path, reduction):
+def test_one_transfer_holds_what_calls_report(engine, runs, tmp_path, reduction):
     """Every frame of eight steps is the same, byte by byte, and both ranks agree."""
     engine.set_reduction(reduction)
     found = {}
     for by_calls in (False, True):
         path = tmp_path / f"{by_calls}.trace"
-        writer = TraceWriter(path, Manifest(engine.describe()))
-        recorder = Recorder(engine, writer, RecorderOptions())
-        with engine.observed(ByCalls(recorder) if by_calls else recorder):
-            generate(
-                engine,
-                tuple(range(5, 45)),
-                max_new_tokens=8,
-                end_ids=set(),
-                on_choice=recorder.complete_step,
-            )
-            recorder.finish()
-        writer.close(Closing(complete=True, stop_reason="max new tokens", steps=8))
-        with TraceReader(path) as trace:
-            found[by_calls] = [
-                (
-                    step,
-                    kind,
-                    bytes(frame.payload),
-                    None if frame.digests is None else frame.digests.tolist(),
-                )
-                for step in range(8)
-                for kind, frame in trace.step_frames(step).items()
-            ]
+        runs.record(engine, tuple(range(5, 45)), path, by_calls=by_calls)
+        found[by_calls] = runs.frames(path)
     assert found[False] == found[True]
     with ft.diff_traces(tmp_path / "False.trace", tmp_path / "True.trace") as pair:
         assert pair.diff.rank_agreement[0].disagreeing_rows == 0

@@ -15,12 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import fliptrace as ft
-from fliptrace.capture.decoding import generate
-from fliptrace.capture.recorder import Recorder, RecorderOptions
-from fliptrace.manifest import Manifest
 from fliptrace.pair import bundled_model, load_engine
-from fliptrace.store import TraceReader, TraceWriter
-from fliptrace.trace import Closing
 from fliptrace_interventions import CacheEdit, Workbench
 from fliptrace_kernels import lora_shrink
 
@@ -55,16 +50,6 @@ def bits(tensor):
     return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-def run(engine, ids, count):
-    engine.start(ids)
-    tokens, rows, token = [], [], None
-    for _ in range(count):
-        rows.append(engine.step(token))
-        token = int(rows[-1].float().argmax())
-        tokens.append(token)
-    return tokens, rows
-
-
 def test_the_settings_of_the_worker_are_stated(engine):
     """What was set is what the worker has; the runner and the backend are named."""
     stated = engine.describe()
@@ -75,12 +60,12 @@ def test_the_settings_of_the_worker_are_stated(engine):
     assert stated["model"]["attention"] in BACKENDS
 
 
-def test_an_unsplit_run_repeats(engine, ids):
+def test_an_unsplit_run_repeats(engine, runs, ids):
     """Logits of twelve steps, bit by bit, three times."""
     engine.set_reduction("unsplit")
-    _, first = run(engine, ids, 12)
+    _, first = runs.run(engine, ids, 12)
     for _ in range(2):
-        _, again = run(engine, ids, 12)
+        _, again = runs.run(engine, ids, 12)
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, again, strict=True))
 
 
@@ -124,10 +109,10 @@ def test_vllms_own_kernel_is_recorded_and_replayed(engine, ids):
             assert torch.equal(bits(engine.step(token)), bits(expected))
 
 
-def test_a_cache_is_restored(engine, ids):
+def test_a_cache_is_restored(engine, runs, ids):
     """Read before a step and written after another prompt: the step and the next have the same logits."""
     engine.set_reduction("unsplit")
-    tokens, rows = run(engine, ids, 6)
+    tokens, rows = runs.run(engine, ids, 6)
     engine.start(ids)
     for token in (None, *tokens[:3]):
         engine.step(token)
@@ -141,38 +126,18 @@ def test_a_cache_is_restored(engine, ids):
     assert torch.equal(bits(engine.step(tokens[4])), bits(rows[5]))
 
 
-class ByCalls:
-    """Passes reports on and lends no slots."""
-
-    def __init__(self, observer):
-        for name in ("begin_step", "shrink", "projection", "cache_rows", "operation", "end_step"):
-            setattr(self, name, getattr(observer, name))
-
-
-def test_slots_hold_what_calls_report(engine, ids, tmp_path):
+def test_slots_hold_what_calls_report(engine, runs, ids, tmp_path):
     """Every frame of eight steps is the same, byte by byte; digests come from the captured graph by then."""
     engine.set_reduction("deterministic:8")
+
+    def digested_by_the_graph(recorder):
+        assert recorder._arena._finishing.is_captured
+
     found = {}
     for by_calls in (False, True):
         path = tmp_path / f"{by_calls}.trace"
-        writer = TraceWriter(path, Manifest(engine.describe()))
-        recorder = Recorder(engine, writer, RecorderOptions())
-        with engine.observed(ByCalls(recorder) if by_calls else recorder):
-            generate(engine, ids, max_new_tokens=8, end_ids=set(), on_choice=recorder.complete_step)
-            recorder.finish()
-        writer.close(Closing(complete=True, stop_reason="max new tokens", steps=8))
-        assert recorder._arena._finishing.is_captured
-        with TraceReader(path) as trace:
-            found[by_calls] = [
-                (
-                    step,
-                    kind,
-                    bytes(frame.payload),
-                    None if frame.digests is None else frame.digests.tolist(),
-                )
-                for step in range(8)
-                for kind, frame in trace.step_frames(step).items()
-            ]
+        runs.record(engine, ids, path, by_calls=by_calls, recorder_seen=digested_by_the_graph)
+        found[by_calls] = runs.frames(path)
     assert found[False] == found[True]
 
 
@@ -213,7 +178,7 @@ def test_a_flip_under_vllms_own_kernel_is_judged(engine, tmp_path):
 
 
 @pytest.mark.parametrize("reduction", ["vllm-own", "deterministic:8"])
-def test_one_of_a_batch_of_sixteen(tmp_path, reduction):
+def test_one_of_a_batch_of_sixteen(runs, tmp_path, reduction):
     """15 neighbours, one without adapter: a pair is recorded and rebuilt bit by bit; slots hold what calls report."""
     bundled = bundled_model()
     texts = [prompt.text for prompt in bundled.prompts[1:16]]
@@ -245,34 +210,11 @@ def test_one_of_a_batch_of_sixteen(tmp_path, reduction):
             tokens = [step.chosen for step in pair.reference.steps]
         engine.set_reduction("deterministic:8")
         ids = ft.encode_prompt(engine.tokenizer, bundled.prompts[0].text).ids
-        slots, calls = (
-            recorded(engine, ids, tmp_path / f"{by_calls}.trace", tokens, by_calls=by_calls)
-            for by_calls in (False, True)
-        )
-        assert slots == calls
+        found = {}
+        for by_calls in (False, True):
+            path, steps = tmp_path / f"{by_calls}.trace", len(tokens)
+            runs.record(engine, ids, path, by_calls=by_calls, steps=steps, forced=tuple(tokens))
+            found[by_calls] = [frame[:3] for frame in runs.frames(path, steps)]
+        assert found[False] == found[True]
     finally:
         engine.close()
-
-
-def recorded(engine, ids, path, tokens, *, by_calls):
-    """Record forced tokens; every frame's kind and bytes."""
-    writer = TraceWriter(path, Manifest(engine.describe()))
-    recorder = Recorder(engine, writer, RecorderOptions())
-    steps = len(tokens)
-    with engine.observed(ByCalls(recorder) if by_calls else recorder):
-        generate(
-            engine,
-            ids,
-            max_new_tokens=steps,
-            end_ids=set(),
-            on_choice=recorder.complete_step,
-            forced_ids=tuple(tokens),
-        )
-        recorder.finish()
-    writer.close(Closing(complete=True, stop_reason="max new tokens", steps=steps))
-    with TraceReader(path) as trace:
-        return [
-            (step, kind, bytes(frame.payload))
-            for step in range(steps)
-            for kind, frame in trace.step_frames(step).items()
-        ]

@@ -77,16 +77,6 @@ def pairs(engine, tmp_path_factory):
         pair.close()
 
 
-def run(engine, ids, count):
-    engine.start(ids)
-    tokens, rows, token = [], [], None
-    for _ in range(count):
-        rows.append(engine.step(token))
-        token = int(rows[-1].float().argmax())
-        tokens.append(token)
-    return tokens, rows
-
-
 def same(one, other):
     return torch.equal(integer_view(one), integer_view(other))
 
@@ -101,11 +91,11 @@ def test_what_a_hybrid_keeps_is_stated(engine):
     assert sum("in_proj" in site.path for site in engine.sites) == 5 * len(STATES)
 
 
-def test_a_restart_from_recorded_state_is_bit_equal(engine):
+def test_a_restart_from_recorded_state_is_bit_equal(engine, runs):
     """Rows and states read before a step and written after another prompt: the steps from there have the same bits."""
     ids = tuple(range(5, 45))
     engine.set_reduction("unsplit")
-    tokens, rows = run(engine, ids, 8)
+    tokens, rows = runs.run(engine, ids, 8)
     kept = {}
     engine.start(ids)
     for step, token in enumerate((None, *tokens[:-1])):
@@ -113,7 +103,7 @@ def test_a_restart_from_recorded_state_is_bit_equal(engine):
             kept[step] = engine.read_cache(), engine.read_state()
         engine.step(token)
     for step, (content, states) in kept.items():
-        run(engine, (5, 6, 7), 3)
+        runs.run(engine, (5, 6, 7), 3)
         engine.write_cache(content, step, states)
         for now, then in zip(engine.read_state(), states, strict=True):
             assert same(now.values, then.values)

@@ -96,63 +96,19 @@ def sliding_engine(vllm_cpu, tiny, tmp_path_factory):
     return load_engine(str(model), str(adapter), engine="vllm", vllm_arguments={"block_size": 32})
 
 
-@pytest.fixture
-def generate():
-    """A function that runs greedily from a prompt: (token ids, logits of every step)."""
-
-    def run(engine, ids, count):
-        engine.start(ids)
-        tokens, rows, token = [], [], None
-        for _ in range(count):
-            rows.append(engine.step(token))
-            token = int(rows[-1].float().argmax())
-            tokens.append(token)
-        return tokens, rows
-
-    return run
-
-
-class ByCalls:
-    """Passes an observer's reports on and lends no slots."""
-
-    def __init__(self, observer):
-        for name in (
-            "begin_step",
-            "shrink",
-            "projection",
-            "cache_rows",
-            "operation",
-            "end_step",
-        ):
-            setattr(self, name, getattr(observer, name))
+@pytest.fixture(scope="session")
+def runs(load_neighbour, repository_root):
+    """Greedy runs, plain and recorded."""
+    return load_neighbour(repository_root / "tests" / "capture" / "greedy_runs.py")
 
 
 @pytest.fixture(scope="session")
-def record():
+def generate(runs):
+    """A function that runs greedily from a prompt: (token ids, logits of every step)."""
+    return runs.run
+
+
+@pytest.fixture(scope="session")
+def record(runs):
     """A function that records a greedy run into a file and returns its token ids."""
-    from fliptrace.capture.decoding import generate
-    from fliptrace.capture.recorder import Recorder, RecorderOptions
-    from fliptrace.manifest import Manifest
-    from fliptrace.store import TraceWriter
-    from fliptrace.trace import Closing
-
-    def run(
-        engine, ids, path, *, by_calls=False, operands=False, modules=False, steps=8, forced=()
-    ):
-        writer = TraceWriter(path, Manifest(engine.describe()))
-        recorder = Recorder(engine, writer, RecorderOptions(operands=operands, modules=modules))
-        observer = ByCalls(recorder) if by_calls else recorder
-        with engine.observed(observer, modules=modules):
-            execution = generate(
-                engine,
-                ids,
-                max_new_tokens=steps,
-                end_ids=set(),
-                on_choice=recorder.complete_step,
-                forced_ids=forced,
-            )
-            recorder.finish()
-        writer.close(Closing(complete=True, stop_reason="max new tokens", steps=steps))
-        return execution.token_ids
-
-    return run
+    return runs.record

@@ -66,3 +66,19 @@ def test_help_shows_every_option_of_the_group():
     shown = CliRunner().invoke(application([]), ["--help"]).output
     places = [shown.index(name) for name in ("--weights", "--layers", "--name", "--count")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", ["batch", "latency"])
+def test_what_is_left_out_is_said_in_the_help(name):
+    """Studies that share an option have their own defaults of it; each says them in its own words, and truly."""
+    import importlib
+
+    from fliptrace.command_line.trace_study import COMMANDS
+
+    study = importlib.import_module(f"fliptrace.studies.{name}")
+    fields = getattr(study, f"{name.title()}Study").__dataclass_fields__
+    switches, sizes = fields["switches"].default, [str(n) for n in fields["batch_sizes"].default]
+    told = " ".join(COMMANDS[name].__doc__.split())
+    assert f"without --batch-invariant: {' and '.join(switches)};" in told
+    assert f"without --batch-size: {', '.join(sizes[:-1])} and {sizes[-1]}." in told
+    assert f"Without --reduction: {', '.join(study.REDUCTIONS[:1])}" in told

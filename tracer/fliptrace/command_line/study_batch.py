@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from fliptrace.command_line.parameters import with_groups
-from fliptrace.command_line.study_options import STUDY, ReductionsOption, TaskOption
+from fliptrace.command_line.study_options import (
+    STUDY,
+    BatchInvariantOption,
+    BatchSizesOption,
+    ReductionsOption,
+    TaskOption,
+)
 from fliptrace.command_line.study_parameters import (
     AdapterParameters,
     EngineParameters,
@@ -25,22 +31,8 @@ def batch(
     task: TaskOption = "bundled",
     rows: RowParameters,
     reduction: ReductionsOption = None,
-    batch_invariant: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Values of VLLM_BATCH_INVARIANT, off and on; both if left out.",
-            metavar="SWITCH",
-            rich_help_panel=STUDY,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Requests at once; repeat the option. 16, 32 and 64 if left out.",
-            metavar="N",
-            rich_help_panel=STUDY,
-        ),
-    ] = None,
+    batch_invariant: BatchInvariantOption = None,
+    batch_size: BatchSizesOption = None,
     alone: Annotated[
         int,
         typer.Option(
@@ -89,8 +81,9 @@ def batch(
     """Generate for the same prompts in batches of several sizes, several times, on vLLM (the paper's table 3).
 
     Counts outputs that change between repetitions of one batch size, and between batch sizes, for each reduction with
-    and without VLLM_BATCH_INVARIANT. Without --reduction: vllm-own, deterministic:8 and local. On a CPU vLLM's own
-    shrink is all there is: --reduction vllm-own.
+    and without VLLM_BATCH_INVARIANT. Without --reduction: vllm-own, deterministic:8 and local; without
+    --batch-invariant: off and on; without --batch-size: 16, 32 and 64. On a CPU vLLM's own shrink is all there is:
+    --reduction vllm-own --batch-invariant off.
 
     Exit codes: 0 done, or the budget is used up; 1 a reduction that is repeatable by construction did not repeat; 2
     trouble (one line on stderr).

@@ -10,6 +10,8 @@ from fliptrace.command_line.options import MODEL, DtypeName, EngineName
 from fliptrace.command_line.parameters import with_groups
 from fliptrace.command_line.study_options import (
     STUDY,
+    BatchInvariantOption,
+    BatchSizesOption,
     DtypeOption,
     EngineOption,
     ModelOption,
@@ -54,22 +56,8 @@ def latency(
     dtype: DtypeOption = DtypeName.AUTO,
     engines: EngineParameters,
     reduction: ReductionsOption = None,
-    batch_invariant: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Values of VLLM_BATCH_INVARIANT, off and on; off if left out.",
-            metavar="SWITCH",
-            rich_help_panel=STUDY,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Requests at once; repeat the option. 1, 16, 32 and 64 if left out.",
-            metavar="N",
-            rich_help_panel=STUDY,
-        ),
-    ] = None,
+    batch_invariant: BatchInvariantOption = None,
+    batch_size: BatchSizesOption = None,
     requests: Annotated[
         int,
         typer.Option(
@@ -110,8 +98,8 @@ def latency(
 
     End-to-end latency, time to first token, time per output token and throughput. Every round times every engine once,
     in a new order; starting and warming up are not timed. Without --reduction: none (no adapter), vllm-own, atomic:8,
-    unsplit, deterministic:8 and local. On a CPU vLLM's own shrink is all there is:
-    --reduction none --reduction vllm-own.
+    unsplit, deterministic:8 and local; without --batch-invariant: off; without --batch-size: 1, 16, 32 and 64. On a
+    CPU vLLM's own shrink is all there is: --reduction none --reduction vllm-own.
 
     Exit codes: 0 done, or the budget is used up; 2 trouble (one line on stderr).
     """

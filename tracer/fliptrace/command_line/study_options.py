@@ -182,6 +182,18 @@ ServedBatchOption = Annotated[
         rich_help_panel=STUDY,
     ),
 ]
+BatchInvariantOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Values of VLLM_BATCH_INVARIANT, off and on; repeat the option.",
+        metavar="SWITCH",
+        rich_help_panel=STUDY,
+    ),
+]
+BatchSizesOption = Annotated[
+    list[int] | None,
+    typer.Option(help="Requests at once; repeat the option.", metavar="N", rich_help_panel=STUDY),
+]
 BackendOption = Annotated[
     str,
     typer.Option(

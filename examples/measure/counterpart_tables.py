@@ -73,7 +73,9 @@ def repetitions(results: Path) -> list[str]:
         ),
         *prose(
             "This model is almost never right, so hardly a right answer could be lost: *lost, won* is no counterpart",
-            "of the paper's 84. An answer that only one of the two texts has counts as changed.",
+            "of the paper's 84. An answer that only one of the two texts has counts as changed; where neither has one,",
+            "none is compared. Answers are shares of comparisons, ties of the steps of each prompt's first repetition;",
+            "the intervals of both draw whole prompts.",
         ),
     ]
 
@@ -95,18 +97,18 @@ def _repeated(
     compared = [each for group in groups for each in group]
     lost = sum(bool(each.before and not each.after) for each in compared)
     won = sum(bool(each.after and not each.before) for each in compared)
-    steps = sum(len(row["token_ids"]) for row in first)
+    answered = [[each for each in group if each.answer_changed is not None] for group in groups]
     return (
         str(rank),
         f"`{reduction}`",
         share(groups, lambda each: (each.changed, 1)),
         str(exact_share(sum(any(e.changed for e in group) for group in groups), len(groups))),
         share(groups, lambda each: (each.logits_differing or 0, each.positions)),
-        f"{sum(bool(each.answer_changed) for each in compared):,}",
+        share(answered, lambda each: (bool(each.answer_changed), 1)),
         f"{lost}, {won}",
         str(exact_share(sum(bool(row["correct"]) for row in first), len(first))),
         _at_ties([row for row in everything if row["reduction"] == reduction]),
-        percent(sum(row["ties"] or 0 for row in first), steps),
+        share([[row] for row in first], lambda row: (row["ties"] or 0, len(row["token_ids"]))),
     )
 
 

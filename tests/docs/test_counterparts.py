@@ -74,13 +74,14 @@ def test_repetitions(script, tmp_path):
             "1 of 2",
             "1 of 2",
             "1 of 3",
-            "1",
+            "1 of 2",
             "1, 0",
             "2 of 2",
             "1 of 1",
-            "50 %",
+            "2 of 4",
         )
     ]
+    assert all("; 95 %: " in cells[column] for column in (2, 5, 9))
     assert "Intervals around the paper's 17.30 %: rank 16 `atomic:8/32`." in " ".join(page.split())
     assert "changed 1 of 1 outputs" in " ".join(page.split())
 

@@ -11,7 +11,7 @@ then on; one that begins to change later ends the recording.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,14 @@ CHECK_STEPS = 64
 #: Takes a piece of what was held; None for all of it.
 Cut = Callable[[Any], Tensor] | None
 
+#: Per dtype the slots' views, and of each the number of what goes there and its piece.
+_Groups = list[tuple[list[Tensor], list[tuple[int, Cut]]]]
+
 
 class _Item:
-    """Something that is seen once in a forward, and the slots that it goes to."""
+    """Where something goes that is seen once in a forward."""
 
-    __slots__ = ("_raw", "held", "pieces", "slots")
+    __slots__ = ("_address", "_bytes", "_dtype", "_raw", "pieces", "slots")
 
     def __init__(
         self,
@@ -43,23 +46,32 @@ class _Item:
     ) -> None:
         self.slots = frozenset(slots)
         self.pieces = tuple(pieces)
-        self.held: Any = None
-        self._raw = raw
+        slot, cut = self.pieces[0]
+        self._raw = raw if cut is None and len(self.pieces) == 1 else None
+        self._address, self._bytes, self._dtype = slot.data_ptr(), slot.nbytes, slot.dtype
 
-    def copy(self) -> None:
-        """Copy what is held into the slots."""
+    def copy(self, seen: Any) -> None:
+        """Copy what was seen into the slots."""
         raw = self._raw
+        if (
+            raw is not None
+            and seen.nbytes == self._bytes
+            and seen.dtype is self._dtype
+            and seen.is_contiguous()
+        ):
+            raw(self._address, seen)
+            return
         for slot, cut in self.pieces:
-            held = self.held if cut is None else cut(self.held)
-            alike = held.dtype is slot.dtype and held.nbytes == slot.nbytes
-            if raw is not None and alike and held.is_contiguous():
-                raw(slot.data_ptr(), held)
-            else:
-                slot.copy_(held)
+            slot.copy_(seen if cut is None else cut(seen))
 
 
 class SlotFiller:
-    """Sees the LoRA layers and caches of an engine and fills one observer's slots."""
+    """Sees the LoRA layers and caches of an engine and fills one observer's slots.
+
+    While a forward runs, what is seen goes into lists and little else is done; whether every layer was seen once, in
+    order, is checked when it is over. Everything seen has a number: operands of all layers first, then their shrinks,
+    their outputs, the keys of all caches, and the values.
+    """
 
     def __init__(
         self,
@@ -78,31 +90,23 @@ class SlotFiller:
         self._stacks: list[Any] = [layer.module.lora_a_stacked for layer in layers]
         self._number = {id(stack): number for number, stack in enumerate(self._stacks)}
         self._by_key = {layer.key: number for number, layer in enumerate(layers)}
-        count = len(self._layers)
-        self._operands: list[_Item] = []
-        self._shrinks: list[_Item] = []
-        self._projections: list[_Item] = []
-        self._keys: list[_Item] = []
-        self._values: list[_Item] = []
-        self._everything = (
-            self._operands,
-            self._shrinks,
-            self._projections,
-            self._keys,
-            self._values,
-        )
-        self._at_once: list[tuple[bool, bool]] = [(True, True)] * count
+        self._every_layer = list(range(len(self._layers)))
+        self._every_cache = list(range(len(self._paged)))
+        self._first_output = 2 * len(self._layers)
+        self._first_key = 3 * len(self._layers)
+        self._first_value = self._first_key + len(self._paged)
+        self._items: dict[int, _Item] = {}
+        # Per layer whether operand and shrink, and whether the output, are copied when they are seen.
+        self._at_once: list[tuple[bool, bool]] = [(True, True)] * len(self._layers)
         self._caches_at_once: list[bool] = [True] * len(self._paged)
-        self._late: list[_Item] = []
-        self._groups: list[tuple[list[Tensor], list[tuple[_Item, Cut]]]] = []
-        self._next = 0
-        self._buffer: Any = None
+        self._late: list[int] = []
+        self._groups: _Groups = []
         self._filled = 0
         self._learned = False
-        self._watching = True
         self._launched: tuple[Any, Any, list[tuple[int, ...]]] | None = None
         self._launches: list[str] = []
         self._sources = self._find_sources()
+        self.begin()
 
     def _find_sources(self) -> list[int]:
         sources: list[int] = []
@@ -115,11 +119,23 @@ class SlotFiller:
 
     def begin(self, _rows: int = 1) -> None:
         """A forward over one token is about to run."""
-        self._next = 0
         self._watching = self._filled % CHECK_STEPS == 0
-        if not self._learned:
-            for items in self._everything:
-                items.clear()
+        everything = self._watching
+        self._shrinks_now = [everything or both for both, _ in self._at_once]
+        self._outputs_now = [everything or output for _, output in self._at_once]
+        self._caches_now = [everything or cache for cache in self._caches_at_once]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ran: list[int] = []
+        self._operands: list[Tensor] = []
+        self._shrinks: list[Any] = []
+        self._buffer: Any = None
+        self._expanded: list[int] = []
+        self._outputs: list[Tensor] = []
+        self._cached: list[int] = []
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
 
     def add_shrink(self, y: Any, x: Tensor, stacked: Any, scale: float, **keywords: Any) -> None:
         """Stand for the punica wrapper's add_shrink; see ShrinkPath.add_shrink."""
@@ -130,68 +146,71 @@ class SlotFiller:
             if number is None:
                 path.own_shrink(y, x, stacked, scale, **keywords)
                 return
-        if number != self._next:
-            raise self._out_of_order(number)
         if number == 0:
             path.require_adapter()
         runtime = path.runtime
-        if runtime.reduction is None or runtime.batch is not None:
+        reduction = runtime.reduction
+        if reduction is None or runtime.batch is not None:
             path.own_shrink(y, x, stacked, scale, **keywords)
-        if runtime.reduction is not None:
+        if reduction is not None:
             path.reduce(self._layers[number], y, self._row(x), stacked, scale)
+        self._ran.append(number)
+        self._operands.append(x)
+        self._shrinks.append(y)
         self._buffer = y
-        if x.shape[0] != 1:  # neighbours, or rows that vLLM pads
-            x = self._row(x)
-            if isinstance(y, Tensor):
-                y = y[:, runtime.first : runtime.first + 1]
-        if not self._learned:
-            self._add_items(self._layers[number], x, y)
-        self._operands[number].held = x
-        item = self._shrinks[number]
-        item.held = y
-        if self._watching or self._at_once[number][0]:
-            self._operands[number].copy()
-            item.copy()
-        self._next = number + 1
+        if self._shrinks_now[number]:
+            self._copy_shrink(number, self._row(x), self._shrink_row(y))
 
     def add_expand(self, y: Tensor, x: Any, *arguments: Any, **keywords: Any) -> None:
         """Stand for the punica wrapper's add_expand."""
         self.path.own_expand(y, x, *arguments, **keywords)
-        number = self._next - 1
-        if number < 0 or x is not self._buffer:
+        if x is not self._buffer:
             return
-        if y.shape[0] != 1:
-            y = self._row(y)
-        if not self._learned:
-            self._projections.append(self._projection_item(self._layers[number], y))
-        item = self._projections[number]
-        item.held = y
-        if self._watching or self._at_once[number][1]:
-            item.copy()
+        number = self._ran[-1]
+        self._expanded.append(number)
+        self._outputs.append(y)
+        if self._outputs_now[number]:
+            self._copy_output(number, self._row(y))
 
     def cache_rows(self, number: int, key: Tensor, value: Tensor) -> None:
         """Layer ``number`` of the paged ones is about to cache these."""
-        if key.shape[0] != 1:
-            key, value = self._row(key), self._row(value)
-        if not self._learned:
-            self._add_cache(number, key, value)
-        keys, values = self._keys[number], self._values[number]
-        keys.held, values.held = key, value
-        if self._watching or self._caches_at_once[number]:
-            keys.copy()
-            values.copy()
+        self._cached.append(number)
+        self._keys.append(key)
+        self._values.append(value)
+        if self._caches_now[number]:
+            self._copy_cache(number, self._row(key), self._row(value))
 
     def _row(self, rows: Tensor) -> Tensor:
-        """Return the request's row [1, …] of a forward's rows; a batch may be laid out anew in every step."""
+        """Return the request's row [1, …]; the others are padding or neighbours', in an order that may change."""
+        if rows.shape[0] == 1:
+            return rows
         first = self.path.runtime.first
         return rows[first : first + 1]
 
-    def _out_of_order(self, number: int) -> RecordingError:
-        layer = self._layers[number]
-        expected = self._layers[self._next].name if self._next < len(self._layers) else "none"
-        return RecordingError(
-            f"every shrink must run exactly once in a forward, in order; {layer.name} ran where {expected} was due"
-        )
+    def _shrink_row(self, y: Any) -> Any:
+        """Return the request's row of a tensor of all slices, [slices, 1, R]; a tuple of slices as it is."""
+        if not isinstance(y, Tensor) or y.shape[1] == 1:
+            return y
+        first = self.path.runtime.first
+        return y[:, first : first + 1]
+
+    def _copy_shrink(self, number: int, x: Tensor, y: Any) -> None:
+        if not self._learned:
+            self._add_shrink_items(number, x, y)
+        self._items[number].copy(x)
+        self._items[len(self._layers) + number].copy(y)
+
+    def _copy_output(self, number: int, y: Tensor) -> None:
+        place = self._first_output + number
+        if not self._learned:
+            self._items[place] = self._output_item(self._layers[number], y)
+        self._items[place].copy(y)
+
+    def _copy_cache(self, number: int, key: Tensor, value: Tensor) -> None:
+        if not self._learned:
+            self._add_cache_items(number, key, value)
+        self._items[self._first_key + number].copy(key)
+        self._items[self._first_value + number].copy(value)
 
     # After the forward ----------------------------------------------------------------------------
 
@@ -200,47 +219,71 @@ class SlotFiller:
         """Copy what was held; returns launches and sources per site, for SlotObserver.slots_filled.
 
         Raises:
-            RecordingError: a layer did not run, or changed a tensor after it was seen that it had never changed before.
+            RecordingError: a layer did not run once, in order, or changed a tensor after it was seen that it had never
+                changed before.
         """
-        if self._next != len(self._layers):
-            raise RecordingError(
-                "every shrink must run exactly once in a forward, in order; "
-                f"{self._layers[self._next].name} did not run"
-            )
-        if len(self._keys) != len(self._paged):
-            layer = self._paged[len(self._keys)]
-            raise RecordingError(
-                f"layer {layer.number} cached no rows, so the cache cannot be recorded"
-            )
+        self._check_order()
+        operands = self._rows(self._operands)
+        held = [*operands, *self._shrink_rows(), *self._rows(self._outputs)]
+        held += self._rows(self._keys)
+        held += self._rows(self._values)
         if self._watching:
-            self._compare()
+            self._compare(held)
         else:
-            self._copy(self._groups)
-        launches, self._buffer = self._launches_now(), None
-        for items in self._everything:
-            for item in items:
-                item.held = None
+            _copy(self._groups, held)
+        launches = self._launches_now(operands)
+        self._forget()
         self._filled += 1
         return launches, self._sources
 
-    def _copy(self, groups: list[tuple[list[Tensor], list[tuple[_Item, Cut]]]]) -> None:
-        for destinations, sources in groups:
-            held = [item.held if cut is None else cut(item.held) for item, cut in sources]
-            torch._foreach_copy_(destinations, held)
+    def _check_order(self) -> None:
+        if self._ran != self._every_layer:
+            raise self._out_of_order("shrink", self._ran)
+        if self._expanded != self._every_layer:
+            raise self._out_of_order("expand", self._expanded)
+        if self._cached == self._every_cache:
+            return
+        missing = sorted(set(self._every_cache) - set(self._cached))
+        if missing:
+            raise RecordingError(
+                f"layer {self._paged[missing[0]].number} cached no rows, so the cache cannot be recorded"
+            )
+        odd = self._cached[_first_odd(self._cached)]
+        raise RecordingError(
+            f"layers must cache their rows once in a forward, in order; {self._paged[odd].name} did not"
+        )
 
-    def _compare(self) -> None:
+    def _out_of_order(self, what: str, ran: Sequence[int]) -> RecordingError:
+        place = _first_odd(ran)
+        due = self._layers[place].name if place < len(self._layers) else "none"
+        found = "did not run"
+        if place < len(ran):
+            due, found = self._layers[ran[place]].name, f"ran where {due} was due"
+        return RecordingError(
+            f"every {what} must run exactly once in a forward, in order; {due} {found}"
+        )
+
+    def _rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the request's rows. Tensors of one kind have equally many; copying another's would fail."""
+        alone = not tensors or tensors[0].shape[0] == 1
+        return tensors if alone else [self._row(rows) for rows in tensors]
+
+    def _shrink_rows(self) -> list[Any]:
+        alone = self._operands[0].shape[0] == 1
+        return self._shrinks if alone else [self._shrink_row(y) for y in self._shrinks]
+
+    def _compare(self, held: Sequence[Any]) -> None:
         """Compare what was copied when it was seen with what the tensors hold now."""
         arena = self.slots.arena
-        everything = [item for items in self._everything for item in items]
         seen, saved = arena.digests(), arena.buffer.clone()
-        self._copy(_grouped(everything))
+        _copy(_grouped(self._items), held)
         differing = frozenset((arena.digests() != seen).any(1).nonzero().flatten().tolist())
         arena.buffer.copy_(saved)
-        changed = {id(item) for item in everything if item.slots & differing}
+        changed = {number for number, item in self._items.items() if item.slots & differing}
         if not self._learned:
             self._learn(changed)
             return
-        odd = next((item for item in self._late if id(item) in changed), None)
+        odd = next((number for number in self._late if number in changed), None)
         if odd is not None:
             raise RecordingError(
                 f"a tensor of {self._name_of(odd)} was changed after it was seen, in filled step {self._filled}, and "
@@ -248,47 +291,34 @@ class SlotFiller:
             )
 
     def _learn(self, changed: set[int]) -> None:
-        self._at_once = [
-            (id(operand) in changed or id(shrink) in changed, id(projection) in changed)
-            for operand, shrink, projection in zip(
-                self._operands, self._shrinks, self._projections, strict=True
-            )
-        ]
-        self._caches_at_once = [
-            id(keys) in changed or id(values) in changed
-            for keys, values in zip(self._keys, self._values, strict=True)
-        ]
-        self._late = []
-        for number, (both, projection) in enumerate(self._at_once):
-            if not both:
-                self._late += [self._operands[number], self._shrinks[number]]
-            if not projection:
-                self._late.append(self._projections[number])
-        for number, at_once in enumerate(self._caches_at_once):
-            if not at_once:
-                self._late += [self._keys[number], self._values[number]]
-        self._groups = _grouped(self._late)
+        count, late = len(self._layers), []
+        for number in range(count):
+            both = number in changed or count + number in changed
+            output = self._first_output + number in changed
+            self._at_once[number] = both, output
+            late += [] if both else [number, count + number]
+            late += [] if output else [self._first_output + number]
+        for number in range(len(self._paged)):
+            places = [self._first_key + number, self._first_value + number]
+            self._caches_at_once[number] = any(place in changed for place in places)
+            late += [] if self._caches_at_once[number] else places
+        self._late = late
+        self._groups = _grouped({number: self._items[number] for number in late})
         self._learned = True
 
-    def _name_of(self, item: _Item) -> str:
-        for number, layer in enumerate(self._layers):
-            if item in (self._operands[number], self._shrinks[number], self._projections[number]):
-                return layer.name
-        numbers = [
-            n for n, pair in enumerate(zip(self._keys, self._values, strict=True)) if item in pair
-        ]
-        return self._paged[numbers[0]].name
+    def _name_of(self, number: int) -> str:
+        if number < self._first_key:
+            return self._layers[number % len(self._layers)].name
+        return self._paged[(number - self._first_key) % len(self._paged)].name
 
-    def _launches_now(self) -> list[str]:
+    def _launches_now(self, operands: Sequence[Tensor]) -> list[str]:
         runtime = self.path.runtime
-        strides = [item.held.stride() for item in self._operands]
+        strides = [operand.stride() for operand in operands]
         shaped = (runtime.reduction, runtime.batch, strides)
         if self._launched != shaped:
             self._launches = [
-                self.path.launch_of(item.held, stack, part)
-                for layer, item, stack in zip(
-                    self._layers, self._operands, self._stacks, strict=True
-                )
+                self.path.launch_of(operand, stack, part)
+                for layer, operand, stack in zip(self._layers, operands, self._stacks, strict=True)
                 for part in layer.slices
             ]
             self._launched = shaped
@@ -299,13 +329,14 @@ class SlotFiller:
     def _item(self, places: Sequence[int], pieces: Sequence[tuple[Tensor, Cut]]) -> _Item:
         return _Item(places, pieces, self._raw_copy)
 
-    def _add_items(self, layer: AdaptedLayer, x: Tensor, y: Any) -> None:
+    def _add_shrink_items(self, number: int, x: Tensor, y: Any) -> None:
+        layer = self._layers[number]
         sites = range(layer.first, layer.first + len(layer.slices))
         wanted = sites if self.slots.every_operand else sites[:1]
         places = [self.slots.operands[site] for site in wanted]
         arena = self.slots.arena
-        self._operands.append(
-            self._item(places, [(arena.slots[place].view(x.shape), None) for place in places])
+        self._items[number] = self._item(
+            places, [(arena.slots[place].view(x.shape), None) for place in places]
         )
         places = [self.slots.shrinks[site] for site in sites]
         joined = self._joined(places)
@@ -317,9 +348,9 @@ class SlotFiller:
                 (arena.slots[place], _shrink_cut(part.part, self.path.runtime))
                 for place, part in zip(places, layer.slices, strict=True)
             ]
-        self._shrinks.append(self._item(places, pieces))
+        self._items[len(self._layers) + number] = self._item(places, pieces)
 
-    def _projection_item(self, layer: AdaptedLayer, y: Tensor) -> _Item:
+    def _output_item(self, layer: AdaptedLayer, y: Tensor) -> _Item:
         places = [self.slots.projections[layer.first + n] for n in range(len(layer.slices))]
         joined = self._joined(places)
         if joined is not None and joined.numel() == y.numel():
@@ -332,21 +363,18 @@ class SlotFiller:
             ],
         )
 
-    def _add_cache(self, number: int, key: Tensor, value: Tensor) -> None:
-        if number != len(self._keys):
-            raise RecordingError(
-                f"layers must cache their rows once in a forward, in order; {self._paged[number].name} did not"
-            )
+    def _add_cache_items(self, number: int, key: Tensor, value: Tensor) -> None:
         place = self.slots.caches[self._paged[number].number]
-        slots = self.slots.arena.slots
-        for items, offset, rows in ((self._keys, 0, key), (self._values, 1, value)):
-            if rows.numel() == slots[place + offset].numel():
-                pieces: list[tuple[Tensor, Cut]] = [(slots[place + offset].view(rows.shape), None)]
-            else:
+        slots = self.slots.arena.slots[place : place + 2]
+        firsts = (self._first_key, self._first_value)
+        for offset, (first, rows, slot) in enumerate(zip(firsts, (key, value), slots, strict=True)):
+            if rows.numel() != slot.numel():
                 raise RecordingError(
                     f"{self._paged[number].name} caches {list(rows.shape)} in a forward over 1 token"
                 )
-            items.append(self._item([place + offset], pieces))
+            self._items[first + number] = self._item(
+                [place + offset], [(slot.view(rows.shape), None)]
+            )
 
     def _joined(self, places: Sequence[int]) -> Tensor | None:
         """View slots that follow one another without padding as one; None where they do not."""
@@ -359,15 +387,26 @@ class SlotFiller:
         return arena.buffer.view(torch.uint8)[begin : begin + size].view(arena.slots[first].dtype)
 
 
-def _grouped(items: Sequence[_Item]) -> list[tuple[list[Tensor], list[tuple[_Item, Cut]]]]:
+def _first_odd(ran: Sequence[int]) -> int:
+    """Return the first place that has another number than its own, or the first one that is missing."""
+    return next((place for place, number in enumerate(ran) if number != place), len(ran))
+
+
+def _grouped(items: Mapping[int, _Item]) -> _Groups:
     """Split pieces by dtype: torch copies lists of one dtype in a few launches."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[tuple[_Item, Cut]]]] = {}
-    for item in items:
+    groups: dict[torch.dtype, tuple[list[Tensor], list[tuple[int, Cut]]]] = {}
+    for number, item in items.items():
         for slot, cut in item.pieces:
             destinations, sources = groups.setdefault(slot.dtype, ([], []))
             destinations.append(slot)
-            sources.append((item, cut))
+            sources.append((number, cut))
     return list(groups.values())
+
+
+def _copy(groups: _Groups, held: Sequence[Any]) -> None:
+    for destinations, sources in groups:
+        pieces = [held[number] if cut is None else cut(held[number]) for number, cut in sources]
+        torch._foreach_copy_(destinations, pieces)
 
 
 def _shrink_cut(part: int, runtime: ShrinkRuntime) -> Cut:

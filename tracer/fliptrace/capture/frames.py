@@ -1,16 +1,28 @@
-"""Frames of what is not kept site by site: recurrent state, logits, and the digests of modules and operations."""
+"""Frames of what is not kept site by site: recurrent state, logits, and the digests of modules and operations.
+
+Also the layouts of a decode step's frames, and the bytes of a tensor.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fliptrace.capture.arena import Slot
 from fliptrace.capture.engine import StateTensor
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
 
 TOP_LOGITS = 64
+#: Dtypes that NumPy lacks, and the integers of their size.
+_INTEGERS = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
 #: Layouts of operations that are remembered: prefill and decode, modules and operations, inputs and outputs.
 _LAYOUTS_KEPT = 8
 
@@ -25,12 +37,13 @@ def logits_frames(step: int, values: Tensor, ids: Tensor, digest: Tensor) -> lis
     """Build the three frames of a logits row, largest first and the lowest id first among equals."""
     numbers, names = values.float().tolist(), ids.tolist()
     order = sorted(range(len(names)), key=lambda place: (-numbers[place], names[place]))
-    index = torch.tensor(order, dtype=torch.int64)
-    values, ids = values[index], ids[index]
     return [
-        single_frame(step, Kind.LOGITS_TOP, values),
-        single_frame(step, Kind.LOGITS_TOP_IDS, ids),
-        single_frame(step, Kind.LOGITS_DIGEST, digest),
+        Frame(step, kind, _logits_layout(row.dtype, tuple(row.shape)), payload)
+        for kind, row, payload in (
+            (Kind.LOGITS_TOP, values, host_array(values)[order].tobytes()),
+            (Kind.LOGITS_TOP_IDS, ids, host_array(ids)[order].tobytes()),
+            (Kind.LOGITS_DIGEST, digest, tensor_bytes(digest)),
+        )
     ]
 
 
@@ -60,14 +73,69 @@ def state_frame(
 
 def single_frame(step: int, kind: Kind, tensor: Tensor) -> Frame:
     """Build a frame of one record under the key ``logits``."""
-    layout = Layout((LayoutEntry("logits", dtype_name(tensor.dtype), tuple(tensor.shape)),))
-    return Frame(step, kind, layout, tensor_bytes(tensor))
+    return Frame(
+        step, kind, _logits_layout(tensor.dtype, tuple(tensor.shape)), tensor_bytes(tensor)
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _logits_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
+    """Return one layout for all steps: the store knows a layout again by its identity."""
+    return Layout((LayoutEntry("logits", dtype_name(dtype), shape),))
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """Return a host tensor's bytes in row-major order."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    data: bytes = host_array(tensor).tobytes()
+    return data
+
+
+def host_array(tensor: Tensor) -> Any:
+    """View a host tensor as a NumPy array, of integers where NumPy lacks the dtype.
+
+    The store's thread takes tensors apart by it: each operation of PyTorch hands Python's lock to the thread that runs
+    the model, and taking it back costs both more than the operation.
+    """
+    like = _INTEGERS.get(tensor.dtype)
+    return (tensor if like is None else tensor.view(like)).numpy()
+
+
+def decode_layouts(
+    sites: Sequence[str], cache_layers: Sequence[int], slots: Sequence[Sequence[Slot]]
+) -> dict[Kind, Layout]:
+    """Return the layouts of a decode step's frames, those of shrinks without launches.
+
+    Args:
+        sites: names.
+        cache_layers: numbers.
+        slots: of the shrinks, of keys and values per cache layer, and of the operands.
+    """
+    shrinks, caches, operands = slots
+    digests = Layout(tuple(LayoutEntry(key, "int64", (1, 2)) for key in sites))
+    return {
+        Kind.SHRINK: Layout(
+            tuple(
+                LayoutEntry(key, dtype_name(slot.dtype), slot.shape)
+                for key, slot in zip(sites, shrinks, strict=True)
+            )
+        ),
+        Kind.OPERAND: digests,
+        Kind.PROJECTION: digests,
+        Kind.CACHE: Layout(
+            tuple(
+                LayoutEntry(
+                    f"cache.{layer}", dtype_name(slot.dtype), (2, 1, slot.shape[0], slot.shape[2])
+                )
+                for layer, slot in zip(cache_layers, caches[::2], strict=True)
+            )
+        ),
+        Kind.OPERAND_VALUES: Layout(
+            tuple(
+                LayoutEntry(key, dtype_name(slot.dtype), (1, slot.shape[2]))
+                for key, slot in zip(sites, operands, strict=True)
+            )
+        ),
+    }
 
 
 class OperationLayouts:

@@ -24,7 +24,14 @@ from fliptrace.capture.finishing import (
     TravellingParts,
     no_cache_digest,
 )
-from fliptrace.capture.frames import TOP_LOGITS, logits_frames, tensor_bytes, top_logits
+from fliptrace.capture.frames import (
+    TOP_LOGITS,
+    decode_layouts,
+    host_array,
+    logits_frames,
+    tensor_bytes,
+    top_logits,
+)
 from fliptrace.numerics.digest import digest_rows, digest_tensor
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
 
@@ -233,10 +240,16 @@ class ArenaCapture:
         )
         exported = starts[3] if operands else starts[2]
         self._exported_bytes = self.arena.starts_bytes[exported] if exported < starts[-1] else 0
-        self._layouts = self._make_layouts(shrinks, caches, operand_slots)
+        self._unpadded = {
+            name: self.arena.contiguous(start, stop - start)
+            for name, start, stop in zip(self._first, starts[:-1], starts[1:], strict=False)
+        }
+        self._layouts = decode_layouts(
+            keys.sites, keys.cache_layers, (shrinks, caches, operand_slots)
+        )
         self._shrink_layouts: dict[tuple[str, ...], Layout] = {}
         self._sources = list(sites)
-        self._source_tensors: dict[tuple[int, ...], Tensor] = {}
+        self._operand_places: dict[tuple[int, ...], list[int]] = {}
         self._last: tuple[Tensor, int, int] | None = None
         pinned = device.type == "cuda"
         exported_words = self._travelling.words + self._exported_bytes // 8
@@ -340,13 +353,13 @@ class ArenaCapture:
         self, step: int, launches: tuple[str, ...], host: HostBuffers, sources: tuple[int, ...]
     ) -> list[Frame]:
         first = self._first
-        digests = host.parts.digests
+        digests = host_array(host.parts.digests)
         if not self._early:
             self._digest_records(host.parts)
-        index = self._source_tensors.get(sources)
-        if index is None:
-            index = torch.tensor(sources, dtype=torch.int64) + first["operand"]
-            self._source_tensors = {sources: index}
+        places = self._operand_places.get(sources)
+        if places is None:
+            places = [first["operand"] + source for source in sources]
+            self._operand_places = {sources: places}
         layout = self._shrink_layouts.get(launches)
         if layout is None:
             entries = self._layouts[Kind.SHRINK].entries
@@ -369,13 +382,13 @@ class ArenaCapture:
                 step,
                 Kind.OPERAND,
                 self._layouts[Kind.OPERAND],
-                tensor_bytes(digests.index_select(0, index)),
+                digests[places].tobytes(),
             ),
             Frame(
                 step,
                 Kind.PROJECTION,
                 self._layouts[Kind.PROJECTION],
-                tensor_bytes(digests[first["projection"] : first["logits"]]),
+                digests[first["projection"] : first["logits"]].tobytes(),
             ),
         ]
         if self._cache_place:
@@ -397,7 +410,7 @@ class ArenaCapture:
                     self._payload(host, "operand", "projection"),
                 )
             )
-        logits_digest = digests[first["logits"] : first["end"]]
+        logits_digest = host.parts.digests[first["logits"] : first["end"]]
         return [
             *built,
             *logits_frames(step, host.parts.top_values, host.parts.top_ids, logits_digest),
@@ -406,8 +419,8 @@ class ArenaCapture:
     def _payload(self, host: HostBuffers, begin: str, end: str) -> bytes:
         """Join the rows of a group of slots, without the padding between them."""
         arena, start, stop = self.arena, self._first[begin], self._first[end]
-        data = host.records.numpy()
-        if arena.contiguous(start, stop - start):
+        data = host_array(host.records)
+        if self._unpadded[begin]:
             return bytes(data[arena.starts_bytes[start] : arena.starts_bytes[stop]])
         return b"".join(
             data[
@@ -415,35 +428,3 @@ class ArenaCapture:
             ].tobytes()
             for slot in range(start, stop)
         )
-
-    def _make_layouts(
-        self, shrinks: list[Slot], caches: list[Slot], operands: list[Slot]
-    ) -> dict[Kind, Layout]:
-        keys = self.keys
-        digest_layout = Layout(tuple(LayoutEntry(key, "int64", (1, 2)) for key in keys.sites))
-        return {
-            Kind.SHRINK: Layout(
-                tuple(
-                    LayoutEntry(key, dtype_name(slot.dtype), slot.shape)
-                    for key, slot in zip(keys.sites, shrinks, strict=True)
-                )
-            ),
-            Kind.OPERAND: digest_layout,
-            Kind.PROJECTION: digest_layout,
-            Kind.CACHE: Layout(
-                tuple(
-                    LayoutEntry(
-                        f"cache.{layer}",
-                        dtype_name(slot.dtype),
-                        (2, 1, slot.shape[0], slot.shape[2]),
-                    )
-                    for layer, slot in zip(keys.cache_layers, caches[::2], strict=True)
-                )
-            ),
-            Kind.OPERAND_VALUES: Layout(
-                tuple(
-                    LayoutEntry(key, dtype_name(slot.dtype), (1, slot.shape[2]))
-                    for key, slot in zip(keys.sites, operands, strict=True)
-                )
-            ),
-        }

@@ -68,7 +68,12 @@ INSERT_STEP: Final = (
     "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, "
     "CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
 )
-INSERT_FRAME: Final = "INSERT INTO frames VALUES (?, CAST(? AS TEXT), ?, ?, ?, ?)"
+#: With as many of INSERT_FRAME_ROW as there are rows: a statement is compiled once, and each call of one hands Python's
+#: lock to the thread that runs the model.
+INSERT_FRAMES: Final = "INSERT INTO frames VALUES "
+INSERT_FRAME_ROW: Final = "(?, CAST(? AS TEXT), ?, ?, ?, ?)"
+#: Rows that one statement takes at most; SQLite allows 999 values in its oldest versions.
+INSERTED_TOGETHER: Final = 64
 
 KINDS: Final = {kind.value.encode(): kind for kind in Kind}
 

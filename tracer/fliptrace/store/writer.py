@@ -184,10 +184,7 @@ class TraceWriter:
         known_layouts = len(self._layout_ids)
         execute("BEGIN IMMEDIATE")
         try:
-            frame_seals = b"".join(
-                self._insert_frame(place, frame) for place, frame in enumerate(frames)
-            )
-            columns = step_columns(step, frame_seals)
+            columns = step_columns(step, self._insert_frames(frames))
             seal = seals.seal_step(columns, self._chain)
             execute(schema.INSERT_STEP, (*columns, seal))
             execute("COMMIT")
@@ -229,21 +226,29 @@ class TraceWriter:
                     f"[{len(frame.layout.entries)}, 2]; got {list(frame.digests.shape)}"
                 )
 
-    def _insert_frame(self, place: int, frame: Frame) -> bytes:
-        layout, layout_seal = self._layout(frame.layout)
-        kind = frame.kind.value.encode()
-        digests = None if frame.digests is None else frame.digests.contiguous().numpy().tobytes()
-        payload = memoryview(frame.payload).cast("B")
-        parts = max(1, -(-len(payload) // schema.PART_BYTES))
-        row_seals = []
-        for part in range(parts):
-            number = schema.row_number(frame.step, place, part)
-            piece = payload[part * schema.PART_BYTES : (part + 1) * schema.PART_BYTES] or b""
-            row_seals.append(seals.seal_frame(number, kind, layout_seal, parts, digests, piece))
-            self._connection.execute(
-                schema.INSERT_FRAME, (number, kind, layout, parts, digests, piece)
+    def _insert_frames(self, frames: Frames) -> bytes:
+        """Insert the rows of all frames; returns their seals, joined."""
+        rows, row_seals = [], []
+        for place, frame in enumerate(frames):
+            layout, layout_seal = self._layout(frame.layout)
+            kind = frame.kind.value.encode()
+            digests = (
+                None if frame.digests is None else frame.digests.contiguous().numpy().tobytes()
             )
-            digests = None
+            payload = memoryview(frame.payload).cast("B")
+            parts = max(1, -(-len(payload) // schema.PART_BYTES))
+            for part in range(parts):
+                number = schema.row_number(frame.step, place, part)
+                piece = payload[part * schema.PART_BYTES : (part + 1) * schema.PART_BYTES] or b""
+                row_seals.append(seals.seal_frame(number, kind, layout_seal, parts, digests, piece))
+                rows.append((number, kind, layout, parts, digests, piece))
+                digests = None
+        for begin in range(0, len(rows), schema.INSERTED_TOGETHER):
+            some = rows[begin : begin + schema.INSERTED_TOGETHER]
+            self._connection.execute(
+                schema.INSERT_FRAMES + ", ".join([schema.INSERT_FRAME_ROW] * len(some)),
+                [value for row in some for value in row],
+            )
         return b"".join(row_seals)
 
     def _layout(self, layout: Layout) -> tuple[int, bytes]:

@@ -100,6 +100,34 @@ def test_a_tensor_that_changes_later_voids_the_recording(
         record(engine, prompt.ids, tmp_path / "one.trace")
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("add_shrink", r"every shrink .* in order; \S*gate_up_proj ran where \S*o_proj was due"),
+        ("add_expand", r"every expand .* in order; \S*gate_up_proj ran where \S*o_proj was due"),
+        ("cache_rows", "layer 1 cached no rows"),
+    ],
+)
+def test_what_is_not_seen_in_a_later_step_ends_the_recording(
+    engine, prompt, tmp_path, monkeypatch, record, name, what
+):
+    """One call of the second layer passes the filler by, in the third filled step."""
+    own = getattr(slot_filling.SlotFiller, name)
+    place, calls = {"cache_rows": 1}.get(name, 5), []
+
+    def miss(filler, *arguments, **keywords):
+        calls.append(filler._filled)
+        if calls.count(2) == place + 1 and calls[-1] == 2:
+            if name != "cache_rows":
+                getattr(filler.path, name.replace("add", "own"))(*arguments, **keywords)
+            return
+        own(filler, *arguments, **keywords)
+
+    monkeypatch.setattr(slot_filling.SlotFiller, name, miss)
+    with pytest.raises(RecordingError, match=what):
+        record(engine, prompt.ids, tmp_path / "one.trace")
+
+
 def test_nothing_stands_while_idle(engine, prompt):
     """Between steps the wrapper is vLLM's own; a step that nobody watches under vLLM's own shrink leaves it alone."""
     engine.set_reduction("vllm-own")

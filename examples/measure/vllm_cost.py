@@ -12,7 +12,8 @@ over its own engine), ``idle`` (the same while a tracer is attached to it), ``un
 recorded, the others are its neighbours. Times are of decoding, from the first token on, in ms per token of a request;
 of ``recorded`` also until the trace is committed. Ratios are per round, and their median counts. Beside the time on
 the clock there is the time that the main thread computed, which other processes of a busy machine change less; it
-leaves out what waits for the device. All arms must choose the same tokens where the shrink is repeatable.
+leaves out what waits for the device. ``unstored``, when asked for, is ``recorded`` without handing steps to the store:
+what is missing to ``recorded`` is what the store's thread takes from the thread that runs the model. All arms must choose the same tokens where the shrink is repeatable.
 
 ``--equal N`` runs N of the bundled word problems untraced, and then each again, traced, and compares their tokens. With
 FLIPTRACE_SHRINK the untraced ones are the LLM's own, under that reduction, else those of the tracer under --reduction.
@@ -56,6 +57,8 @@ QUESTION = (
     "Janet has 16 eggs. She eats three and sells the rest for $2 each. How much does she earn?"
 )
 ARMS = ("alone", "idle", "unrecorded", "recorded")
+#: Only when asked for.
+UNSTORED = "unstored"
 
 
 class Bench:
@@ -102,7 +105,13 @@ class Bench:
         if arm == "idle":
             engine._request.end()
             return self.by_llm(self.prompt.ids, tokens)
-        return self.by_tracer(engine, self.prompt.ids, tokens, recorded=arm == "recorded")
+        return self.by_tracer(
+            engine,
+            self.prompt.ids,
+            tokens,
+            recorded=arm in ("recorded", UNSTORED),
+            stored=arm != UNSTORED,
+        )
 
     def by_llm(self, prompt_ids: tuple[int, ...], tokens: int) -> dict[str, Any]:
         """Step vLLM's own engine with the whole batch; the prefill ends with the first token."""
@@ -136,11 +145,19 @@ class Bench:
         return spent_between(*marks) | {"ids": answers[f"{name}-0"]}
 
     def by_tracer(
-        self, engine: VllmEngine, prompt_ids: tuple[int, ...], tokens: int, *, recorded: bool
+        self,
+        engine: VllmEngine,
+        prompt_ids: tuple[int, ...],
+        tokens: int,
+        *,
+        recorded: bool,
+        stored: bool = True,
     ) -> dict[str, Any]:
-        """Step the engine with the tracer, recorded or not."""
+        """Step the engine with the tracer, recorded or not; what is not stored is thrown away with its thread idle."""
         marks: list[tuple[float, float]] = []
         recorder, writer = self.recorder(engine) if recorded else (None, None)
+        if writer is not None and not stored:
+            writer.write_step = lambda *_arguments: None
 
         def on_choice(step: int, choice: Any, logits: torch.Tensor) -> None:
             if recorder is not None:
@@ -200,6 +217,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         ("unrecorded", "alone"),
         ("recorded", "alone"),
         ("recorded", "unrecorded"),
+        (UNSTORED, "unrecorded"),
     ):
         if above in arms and below in arms:
             for what, suffix in (("decode", ""), ("thread", "_main_thread")):
@@ -364,6 +382,10 @@ def parts(bench: Bench, engine: VllmEngine) -> dict[str, float]:
         for _ in range(6):
             step()
         filler, capture = engine._filler, recorder._arena
+        for name in ("add_shrink", "add_expand", "cache_rows"):
+            timed(filler, name, "calls seen, vLLM's own shrinks and expands included")
+        for name in ("own_shrink", "own_expand"):
+            timed(engine._path, name, "of it vLLM's own shrinks and expands")
         timed(filler, "finish", "copy what was held")
         timed(capture, "finish", "digests and transfer")
         timed(recorder, "_roll", "of it the cache's digest")
@@ -388,7 +410,7 @@ def main() -> None:
     parser.add_argument("--reduction", default=OWN_REDUCTION)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5, help="0: none of the arms")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--arms", nargs="+", choices=(*ARMS, UNSTORED), default=ARMS)
     parser.add_argument("--batch", type=int, default=1, help="requests that run together")
     parser.add_argument("--equal", type=int, default=0, help="prompts whose tokens are compared")
     parser.add_argument("--equal-tokens", type=int, default=24)

@@ -13,7 +13,8 @@ recorded, the others are its neighbours. Times are of decoding, from the first t
 of ``recorded`` also until the trace is committed. Ratios are per round, and their median counts. Beside the time on
 the clock there is the time that the main thread computed, which other processes of a busy machine change less; it
 leaves out what waits for the device. ``unstored``, when asked for, is ``recorded`` without handing steps to the store:
-what is missing to ``recorded`` is what the store's thread takes from the thread that runs the model. All arms must choose the same tokens where the shrink is repeatable.
+what is missing to ``recorded`` is what the store's thread takes from the thread that runs the model. All arms must
+choose the same tokens where the shrink is repeatable.
 
 ``--equal N`` runs N of the bundled word problems untraced, and then each again, traced, and compares their tokens. With
 FLIPTRACE_SHRINK the untraced ones are the LLM's own, under that reduction, else those of the tracer under --reduction.

@@ -55,5 +55,6 @@ prepare_vllm_cpu
 say "environment after $((SECONDS - start)) s"
 OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest -q tests/vllm_engine \
     tests/studies/test_server_check.py tests/studies/test_decide_server.py tests/studies/test_families.py \
-    tests/studies/test_processes.py::test_vllm_itself_says_what_the_stepped_engine_says "$@"
+    tests/studies/test_processes.py::test_vllm_itself_says_what_the_stepped_engine_says \
+    tests/studies/test_batch.py::test_vllm_itself tests/studies/test_batch_rows.py tests/studies/test_latency.py "$@"
 say "done after $((SECONDS - start)) s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -16,10 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError, StorageError, TraceReadError
 from fliptrace.studies.items import Item, row_line
 from fliptrace.studies.journal import Journal
 from fliptrace.studies.running import run_here, run_study
+from fliptrace.studies.server_client import ServerRefusalError
 
 
 @pytest.fixture(scope="module")
@@ -270,3 +273,30 @@ def test_ray_gives_the_same_rows(counting, unbroken, tmp_path, monkeypatch):
         json.loads(line)["worker"] for line in (folder / "timings.jsonl").read_text().splitlines()
     ]
     assert set(ran) == {"ray 0", "ray 1"}
+
+
+def test_what_a_worker_of_ray_refuses_is_said_as_it_is(run_main, tmp_path):
+    """A model that is not there: the one line that it is without Ray, not Ray's traceback."""
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'fliptrace[studies]')")
+    asked = ("repeat", "--model", tmp_path / "none", "--adapter", tmp_path / "none", "--quiet")
+    plain = run_main(trace_study.main, *asked, "--out", tmp_path / "here")
+    result = run_main(trace_study.main, *asked, "--ray", "--out", tmp_path / "ray")
+    assert (plain.code, result.code, result.err) == (2, 2, plain.err)
+    assert plain.err.count("\n") == 1
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(run_main, tmp_path):
+    """Nobody listens at the address: one line within seconds, where Ray would wait for minutes."""
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'fliptrace[studies]')")
+    begin = time.monotonic()
+    asked = ("repeat", "--ray", "127.0.0.1:9", "--quiet", "--out", tmp_path / "study")
+    result = run_main(trace_study.main, *asked)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert "Ray at '127.0.0.1:9' cannot be reached" in result.err
+    assert time.monotonic() - begin < 15
+
+
+def test_errors_travel_between_processes():
+    """What a worker refuses comes back whole: a server's code, too."""
+    error = pickle.loads(pickle.dumps(ServerRefusalError(404, "no such model")))
+    assert (type(error), error.status, str(error)) == (ServerRefusalError, 404, "no such model")

@@ -31,6 +31,10 @@ class ServerRefusalError(InputError):
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self) -> tuple[type[ServerRefusalError], tuple[int, str]]:
+        """Travel between processes with both arguments."""
+        return type(self), (self.status, str(self))
+
 
 class ServerClient:
     """A server and one of its models."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -129,6 +130,9 @@ def load_llm(
         if ranks > 1:
             settings["tensor_parallel_size"] = ranks
             settings["distributed_executor_backend"] = "external_launcher"
+        # vLLM ends the process group of all engines when one of them is collected: an engine that nobody holds any
+        # more goes now, not in the middle of this one's forwards.
+        gc.collect()
         try:
             llm = LLM(
                 model=str(Path(model).expanduser()) if Path(model).exists() else model, **settings

@@ -124,7 +124,7 @@ def test_what_is_compared_with_what():
     }
 
 
-def test_counts_are_what_was_planted(study, tmp_path):
+def test_counts_are_what_was_planted(study, rows_of, undeclared, tmp_path):
     """Atomic varies always; the others only from batch 2 to 4, and not with the switch on."""
     result = run_study(study, tmp_path / "study", executor=run_lanes)
     arms = result.report.summary["arms"]
@@ -146,6 +146,13 @@ def test_counts_are_what_was_planted(study, tmp_path):
     }
     assert arms["local:32/32"]["against batch 1"]["first_divergences"] == [4, 4, 4]
     assert not result.report.unrepeatable
+    assert undeclared(tmp_path / "study") == set()
+    pairs = [
+        pair
+        for row in rows_of(tmp_path / "study")
+        for pair in zip(row["prompts"], row["prompt_ids_sha256"], strict=True)
+    ]
+    assert len(set(pairs)) == len(dict(pairs)) == len({ids for _, ids in pairs}) == 8
     assert {path.name for path in (tmp_path / "study").iterdir()} >= {
         "outputs.parquet",
         "comparisons.parquet",

@@ -80,7 +80,7 @@ def file(tmp_path):
     return path
 
 
-def test_the_bundled_model_end_to_end(run_main, rows_of, file, tmp_path):
+def test_the_bundled_model_end_to_end(run_main, rows_of, undeclared, file, tmp_path):
     """The fixed order changes no probability; a cut study resumes to the same bytes; labels are read as numbers."""
     folder = tmp_path / "study"
     arguments = (
@@ -96,6 +96,7 @@ def test_the_bundled_model_end_to_end(run_main, rows_of, file, tmp_path):
     rows = rows_of(folder)
     assert [r["label"] for r in sorted(rows, key=lambda r: r["number"])[::6]] == [0, 1, 0, 1]
     assert all(r["yes"] + r["no"] == pytest.approx(1.0) for r in rows)
+    assert undeclared(folder) == set()
     whole = (folder / "rows.jsonl").read_bytes()
     (folder / "rows.jsonl").write_bytes(whole[: len(whole) // 2])
     assert run_main(trace_study.main, *arguments).code == 0

@@ -43,7 +43,9 @@ def decide(run_main, url, claims, out, *more):
     )
 
 
-def test_decisions_of_a_server(run_main, load_neighbour, engine, claims, rows_of, tmp_path):
+def test_decisions_of_a_server(
+    run_main, load_neighbour, engine, claims, rows_of, undeclared, tmp_path
+):
     """Probabilities drift under atomics and repeat under a fixed order; the interface is named, reductions unknown."""
     serve = load_neighbour(HERE / "model_server.py").ModelServer
     found = {}
@@ -59,6 +61,7 @@ def test_decisions_of_a_server(run_main, load_neighbour, engine, claims, rows_of
         )
         assert {(row["reduction"], row["seed"]) for row in rows_of(out)} == {("server", None)}
         assert all(row["yes"] + row["no"] == pytest.approx(1) for row in rows_of(out))
+        assert undeclared(out) == set()
     assert found["atomic:8"]["changed"]["hits"] > 0
     assert found["deterministic:8"]["changed"]["hits"] == 0
     assert found["deterministic:8"]["right"]["trials"] == 3

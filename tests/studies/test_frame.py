@@ -13,16 +13,20 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError, StorageError, TraceReadError
 from fliptrace.studies.items import Item, row_line
 from fliptrace.studies.journal import Journal
+from fliptrace.studies.results import row_schema, write_parquet
 from fliptrace.studies.running import run_here, run_study
 from fliptrace.studies.server_client import ServerRefusalError
+from fliptrace.studies.study import Column, Table
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +37,15 @@ def unbroken(counting, tmp_path_factory):
     return folder
 
 
-def test_a_study_leaves_rows_table_and_parquet(unbroken):
+def test_a_study_leaves_rows_table_and_parquet(unbroken, undeclared):
     """All rows in order, a Markdown page, a summary, and Parquet whose columns say what they mean."""
-    from pyarrow import parquet
-
     rows = [json.loads(line) for line in (unbroken / "rows.jsonl").read_text().splitlines()]
     assert [row["item"] for row in rows] == [f"number {number}" for number in range(12)]
     page = (unbroken / "table.md").read_text()
     assert "12 of 12 items" in page
     assert repr(sum(row["square"] for row in rows)) in page
     assert json.loads((unbroken / "summary.json").read_text())["complete"] is True
+    assert undeclared(unbroken) == set()
     table = parquet.read_table(unbroken / "rows.parquet")
     assert table.column("square").to_pylist() == [row["square"] for row in rows]
     assert table.column("digits").to_pylist()[11] == [1, 1]
@@ -237,6 +240,29 @@ def test_rows_of_workers_come_into_order(counting, unbroken, tmp_path):
     folder = tmp_path / "study"
     run_study(counting.CountingStudy(), folder, executor=shuffled)
     assert (folder / "rows.jsonl").read_bytes() == (unbroken / "rows.jsonl").read_bytes()
+
+
+def test_a_row_against_its_schema(counting, undeclared, tmp_path):
+    """Another type than the schema says fails; a key that is no column is named; every kind of column can be written."""
+    folder = tmp_path / "study"
+    run_study(counting.CountingStudy(numbers=2), folder)
+    rows = folder / "rows.jsonl"
+    kept = rows.read_text()
+    rows.write_text(kept.replace('"square":', '"cube":'))
+    assert undeclared(folder) == {"cube"}
+    rows.write_text(kept.replace("[0]", '["0"]'))
+    with pytest.raises(jsonschema.ValidationError, match="is not valid under any"):
+        undeclared(folder)
+    values = {"string": "a", "int": 1, "float": 0.5, "bool": True, "strings": ["a"], "ints": [1]}
+    values |= {"floats": [0.5], "int_lists": [[1], []], "numbers": {"p": 0.5}, "objects": [{}]}
+    schema = row_schema("all", [Column(name, name, "a meaning") for name in values])
+    for row in (values, dict.fromkeys(values)):
+        jsonschema.validate({"item": "i", "key": "k", **row}, schema)
+    del values["objects"]  # JSON alone
+    columns = tuple(Column(name, name, "a meaning") for name in values)
+    write_parquet(tmp_path / "all.parquet", Table("all", columns, [values, {}]))
+    found = parquet.read_table(tmp_path / "all.parquet").to_pylist()
+    assert found == [{**values, "numbers": [("p", 0.5)]}, dict.fromkeys(values)]
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -143,7 +143,7 @@ def test_every_round_times_every_engine_in_a_new_order(study):
     assert len(set(map(tuple, orders.values()))) > 4
 
 
-def test_planted_times_come_out_as_ratios(study, tmp_path, rows_of):
+def test_planted_times_come_out_as_ratios(study, tmp_path, rows_of, undeclared):
     """unsplit takes twice the time of vLLM's own; the tables, the figure and the picture for print say so."""
     result = run_study(study, tmp_path / "study", executor=run_lanes)
     engines = {
@@ -165,6 +165,7 @@ def test_planted_times_come_out_as_ratios(study, tmp_path, rows_of):
     assert result.report.picture is not None
     rows = rows_of(tmp_path / "study")
     assert all(set(row) >= VLLM_NAMES for row in rows)
+    assert undeclared(tmp_path / "study") == set()
 
 
 def test_a_trial_starts_engines_anew(study, tmp_path, rows_of):

@@ -184,8 +184,8 @@ def test_atomic_changes_and_deterministic_does_not(finished, rows_of):
     assert "torch specification" in page
 
 
-def test_parquet_holds_rows_and_comparisons(finished, rows_of):
-    """Both tables read back with the values of the rows."""
+def test_parquet_holds_rows_and_comparisons(finished, rows_of, undeclared):
+    """Both tables read back with the values of the rows, whose schema leaves nothing out."""
     from pyarrow import parquet
 
     rows = rows_of(finished)
@@ -194,6 +194,7 @@ def test_parquet_holds_rows_and_comparisons(finished, rows_of):
     assert [each["selected_logits"] for each in table] == [row["selected_logits"] for row in rows]
     compared = parquet.read_table(finished / "comparisons.parquet").to_pylist()
     assert len(compared) == 8
+    assert undeclared(finished) == set()
     assert (finished / "figure.html").read_text().count("<title>") >= 1
 
 

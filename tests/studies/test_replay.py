@@ -15,7 +15,7 @@ ARGUMENTS = (
 ).split()
 
 
-def test_the_bundled_model_end_to_end(run_main, rows_of, tmp_path):
+def test_the_bundled_model_end_to_end(run_main, rows_of, undeclared, tmp_path):
     """Atomics differ in both phases, the unsplit sum in none; all 32 calls of a forward count; a cut study resumes."""
     folder = tmp_path / "study"
     result = run_main(trace_study.main, *ARGUMENTS, "--out", folder)
@@ -40,6 +40,7 @@ def test_the_bundled_model_end_to_end(run_main, rows_of, tmp_path):
     digests = {(row["prompt"], row["phase"]): row["operands_digest"] for row in rows}
     assert len(set(digests.values())) == 4
     assert (folder / "figure.svg").read_text("utf-8").count("<path") > 20
+    assert undeclared(folder) == set()
     whole = (folder / "rows.jsonl").read_bytes()
     (folder / "rows.jsonl").write_bytes(whole[: len(whole) // 2])
     assert run_main(trace_study.main, *ARGUMENTS, "--out", folder).code == 0

@@ -35,6 +35,7 @@ from fliptrace.studies.engines import (
     ModelSettings,
     check_repeats,
     identity_of,
+    ids_sha256,
     is_repeatable,
 )
 from fliptrace.studies.items import Item, Row, canonical_json
@@ -368,6 +369,7 @@ class BatchWorker:
             "repetition": asked["repetition"],
             "order": order,
             "prompts": [self._questions[number].source for number in sorted(order)],
+            "prompt_ids_sha256": [ids_sha256(self._prompts[number]) for number in sorted(order)],
             "prompt_tokens": [len(self._prompts[number]) for number in sorted(order)],
             "cached_tokens": [answer["cached_tokens"][place] or 0 for place in back],
             "token_ids": [answer["tokens"][place] for place in back],

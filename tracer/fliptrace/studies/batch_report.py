@@ -38,6 +38,23 @@ _PAPER = (
 #: Kinds of comparisons between passes that a batch-invariant stack could not tell apart.
 _ACROSS = tuple(kind for kind in KINDS if kind != REPETITION)
 
+ROW_COLUMNS = (
+    Column("item", "string", "the item's name"),
+    Column("key", "string", "digest of the item's arguments"),
+    Column("arm", "string", "reduction and switch"),
+    Column("reduction", "string", "long name, or vllm-own"),
+    Column("batch_invariant", "bool", "VLLM_BATCH_INVARIANT was on"),
+    Column("batch", "int", "requests at once"),
+    Column("arrangement", "string", "fixed, what was varied, or locate"),
+    Column("repetition", "int", "from 0"),
+    Column("order", "ints", "prompts as they were handed in, every batch of them together"),
+    Column("prompts", "strings", "the prompts' names; what follows is in their order"),
+    Column("prompt_ids_sha256", "strings", "of each prompt's token ids"),
+    Column("prompt_tokens", "ints", "of each prompt"),
+    Column("cached_tokens", "ints", "of each prompt, read from the prefix cache"),
+    Column("token_ids", "int_lists", "generated for each prompt"),
+    Column("requests", "objects", "locate: what each request alone has that the batch has not"),
+)
 OUTPUT_COLUMNS = (
     Column("item", "string", "the item's name"),
     Column("arm", "string", "reduction and switch"),
@@ -47,6 +64,7 @@ OUTPUT_COLUMNS = (
     Column("arrangement", "string", "fixed, or what was varied"),
     Column("repetition", "int", "from 0"),
     Column("prompt", "string", "the prompt's name"),
+    Column("prompt_ids_sha256", "string", "of the prompt's token ids"),
     Column("prompt_tokens", "int", "how many"),
     Column("cached_tokens", "int", "of the prompt, read from the prefix cache"),
     Column("token_ids", "ints", "generated"),
@@ -104,11 +122,19 @@ def batch_report(study: BatchStudy, rows: Sequence[Row]) -> Report:
     if study.task.startswith("gsm8k:"):
         lines += ["", _PAPER]
     outputs = [
-        {**row, "prompt": prompt, "prompt_tokens": size, "cached_tokens": cached, "token_ids": ids}
+        {
+            **row,
+            "prompt": prompt,
+            "prompt_ids_sha256": ids_hash,
+            "prompt_tokens": size,
+            "cached_tokens": cached,
+            "token_ids": ids,
+        }
         for row in rows
         if row["arrangement"] != LOCATE
-        for prompt, size, cached, ids in zip(
+        for prompt, ids_hash, size, cached, ids in zip(
             row["prompts"],
+            row.get("prompt_ids_sha256") or [None] * len(row["prompts"]),
             row["prompt_tokens"],
             row["cached_tokens"],
             row["token_ids"],
@@ -137,6 +163,7 @@ def batch_report(study: BatchStudy, rows: Sequence[Row]) -> Report:
         ),
         figure=_figure(found) if found else None,
         unrepeatable=unrepeatable,
+        row_columns=ROW_COLUMNS,
     )
 
 

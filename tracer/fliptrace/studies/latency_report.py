@@ -54,6 +54,7 @@ _STATISTICS = tuple(
 )
 ROW_COLUMNS = (
     Column("item", "string", "the item's name"),
+    Column("key", "string", "digest of the item's arguments"),
     Column("arm", "string", "reduction and switch"),
     Column("reduction", "string", "long name, vllm-own, or none (no adapter)"),
     Column("batch_invariant", "bool", "VLLM_BATCH_INVARIANT was on"),
@@ -73,6 +74,7 @@ ROW_COLUMNS = (
     *_STATISTICS,
     Column("avg_latency", "float", "one batch, mean, seconds"),
     Column("latencies", "floats", "each batch, seconds"),
+    Column("percentiles", "numbers", "of latencies, by percentage"),
     Column("elapsed_time", "float", "as duration"),
     Column("num_requests", "int", "as completed"),
     Column("total_num_tokens", "int", "of prompts and outputs"),

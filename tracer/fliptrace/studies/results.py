@@ -9,17 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 from fliptrace.errors import StorageError
 from fliptrace.studies.journal import replace_file
-from fliptrace.studies.study import Table
+from fliptrace.studies.study import Column, Table
 
 if TYPE_CHECKING:
     from fliptrace.studies.running import StudyResult
 
 PAGE_NAME, FIGURE_NAME, SUMMARY_NAME = "table.md", "figure.html", "summary.json"
 PICTURE_NAME = "figure.svg"
+SCHEMA_NAME = "rows.schema.json"
+_NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
+#: Types of columns in JSON Schema.
+_JSON_TYPES: dict[str, dict[str, Any]] = {
+    "string": {"type": "string"},
+    "int": {"type": "integer"},
+    "float": {"type": "number"},
+    "bool": {"type": "boolean"},
+    "strings": {"type": "array", "items": {"type": "string"}},
+    "ints": {"type": "array", "items": {"type": "integer"}},
+    "floats": {"type": "array", "items": {"type": "number"}},
+    "int_lists": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    "numbers": _NUMBERS,
+    "objects": {"type": "array", "items": {"type": "object"}},
+}
 
 
 def write_results(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) -> None:
-    """Write table.md, summary.json, figure.html, figure.svg where there is one, and one Parquet file per table.
+    """Write table.md, summary.json, figure.html, figure.svg where there is one, the schema of rows, and Parquet tables.
 
     Raises:
         StorageError: something cannot be written.
@@ -27,8 +42,14 @@ def write_results(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) ->
     folder = result.folder
     replace_file(folder / PAGE_NAME, "\n".join(page_lines(result, sittings)) + "\n")
     replace_file(folder / SUMMARY_NAME, json.dumps(result.to_json(), indent=1) + "\n")
+    columns = list(result.report.row_columns)
     for table in result.report.tables:
         write_parquet(folder / f"{table.name}.parquet", table)
+        if table.name == "rows" and not columns:
+            columns = list(table.columns)
+    if columns:
+        schema = row_schema(result.report.title, columns)
+        replace_file(folder / SCHEMA_NAME, json.dumps(schema, indent=1) + "\n")
     if result.report.figure is not None:
         from fliptrace.studies.figures import page_of
 
@@ -86,6 +107,23 @@ def _where(sittings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"- {place}. Sittings: {', '.join(ran)}." for place, ran in places.items()]
 
 
+def row_schema(title: str, columns: Sequence[Column]) -> dict[str, Any]:
+    """Return the JSON Schema of a line of rows.jsonl; other keys are the study's own and may hold anything."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A line of rows.jsonl: {title}",
+        "type": "object",
+        "required": ["item", "key"],
+        "properties": {
+            column.name: {
+                "description": column.meaning,
+                "anyOf": [_JSON_TYPES[column.type], {"type": "null"}],
+            }
+            for column in columns
+        },
+    }
+
+
 def write_parquet(path: Path, table: Table) -> None:
     """Write a table; each column's meaning is in the schema's metadata.
 
@@ -102,6 +140,9 @@ def write_parquet(path: Path, table: Table) -> None:
         "bool": pa.bool_(),
         "ints": pa.list_(pa.int64()),
         "floats": pa.list_(pa.float64()),
+        "strings": pa.list_(pa.string()),
+        "int_lists": pa.list_(pa.list_(pa.int64())),
+        "numbers": pa.map_(pa.string(), pa.float64()),
     }
     schema = pa.schema(
         [

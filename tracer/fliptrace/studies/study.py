@@ -22,7 +22,9 @@ class Column:
 
     Attributes:
         name: its key in the rows.
-        type: ``string``, ``int``, ``float``, ``bool``, ``ints`` or ``floats``; any value may be missing (None).
+        type: ``string``, ``int``, ``float``, ``bool``; ``strings``, ``ints``, ``floats``; ``int_lists``, lists of ints;
+            ``numbers``, numbers by name; ``objects``, JSON objects, in JSON lines alone. Any value may be missing
+            (None).
         meaning: one line; it travels in the file.
     """
 
@@ -58,6 +60,7 @@ class Report:
         figure: a plotly figure, None where there is nothing to draw yet.
         picture: the same for print, a matplotlib figure; None where the study has none.
         unrepeatable: reductions that are repeatable by construction and did not repeat.
+        row_columns: what a line of rows.jsonl holds, where no table is named ``rows``.
     """
 
     title: str
@@ -67,6 +70,7 @@ class Report:
     figure: Figure | None = None
     picture: Picture | None = None
     unrepeatable: Sequence[str] = field(default=())
+    row_columns: Sequence[Column] = field(default=())
 
 
 def unrepeatable_lines(names: Sequence[str]) -> list[str]:

@@ -243,7 +243,7 @@ def test_rows_of_workers_come_into_order(counting, unbroken, tmp_path):
 
 
 def test_a_row_against_its_schema(counting, undeclared, tmp_path):
-    """Another type than the schema says fails; a key that is no column is named; every kind of column can be written."""
+    """Another type than the schema says fails; other keys are named; every kind of column can be written."""
     folder = tmp_path / "study"
     run_study(counting.CountingStudy(numbers=2), folder)
     rows = folder / "rows.jsonl"

@@ -12,11 +12,16 @@ import json
 import pytest
 
 import fliptrace as ft
-from fliptrace.command_line import trace_study
+from fliptrace.command_line import trace_check, trace_study
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 PROMPT = "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14 w15"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+FAMILIES = ["llama", "gemma3", "gemma4", "qwen3", "nemotron_h"]
+ENGINES = [
+    "transformers",
+    pytest.param("vllm", marks=pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")),
+]
 
 
 def configuration_of(family, tiny):
@@ -109,7 +114,7 @@ def repeat(run_main, folders, tmp_path, engine, *reductions):
     return json.loads(result.out)["reductions"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "qwen3", "nemotron_h"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_repeat_on_transformers(run_main, folders, tmp_path, family):
     """All families run; a fixed order changes neither a token nor a logit's bit."""
@@ -119,6 +124,44 @@ def test_repeat_on_transformers(run_main, folders, tmp_path, family):
     assert found["deterministic:8/32"]["logits"]["hits"] == 0
     assert found["deterministic:8/32"]["changed"]["hits"] == 0
     assert found["atomic:8/32"]["logits"]["trials"] > 40
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_replay_decide_and_check(run_main, folders, tmp_path, family, engine):
+    """Shrinks of every site are replayed, decisions repeat, and trace-check passes, all under a fixed order."""
+    model, adapter = folders(family)
+    stack = ("--model", model, "--adapter", adapter, "--engine", engine, "--device", "cpu")
+    plain = (*stack, "--no-chat-template", "--quiet", "--json")
+    (tmp_path / "task.jsonl").write_text(json.dumps({"prompt": PROMPT}))
+    replayed = run_main(
+        trace_study.main,
+        *("replay", *plain, "--task", f"jsonl:{tmp_path / 'task.jsonl'}", "--prompts", 1),
+        *("--executions", 2, "--reduction", "atomic:8", "--reduction", "deterministic:8"),
+        *("--out", tmp_path / "replay"),
+    )
+    assert replayed.code == 0, replayed.err
+    atomic, _, *fixed = json.loads(replayed.out)["reductions"]
+    assert atomic["elements_differing"] > 0
+    assert [each["elements_differing"] for each in fixed] == [0, 0]
+    (tmp_path / "t.csv").write_text(f"text,label\n{PROMPT},1\n{PROMPT} w16,0\n")
+    decided = run_main(
+        trace_study.main,
+        *("decide", *plain, "--csv", tmp_path / "t.csv", "--yes", "w5", "--no", "w6"),
+        *("--question", "w7", "--repetitions", 2, "--reduction", "deterministic:8"),
+        *("--out", tmp_path / "decide"),
+    )
+    assert decided.code == 0, decided.err
+    (entry,) = json.loads(decided.out)["reductions"]
+    assert (entry["changed"]["hits"], entry["changed"]["trials"]) == (0, 2)
+    checked = run_main(
+        trace_check.main,
+        *(*plain, "--prompt", PROMPT, "--runs", 2, "--max-new-tokens", 4),
+        *("--reduction", "deterministic:8"),
+    )
+    assert checked.code == 0, checked.err
+    assert json.loads(checked.out)["kernel"].startswith("deterministic:8/32")
 
 
 @pytest.mark.parametrize("family", ["gemma4", "qwen3"])
@@ -157,7 +200,7 @@ def test_a_hybrids_state_is_that_of_a_fresh_prefill(folders):
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed here")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "qwen3", "nemotron_h"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_repeat_on_vllm(run_main, folders, tmp_path, family):
     """The families that vLLM runs here: a fixed order changes nothing."""
     found = repeat(run_main, folders(family), tmp_path, "vllm", "atomic:8", "deterministic:8")

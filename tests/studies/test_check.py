@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from pyarrow import parquet
 
 import fliptrace as ft
 from fliptrace.command_line import trace_check
@@ -116,6 +117,37 @@ def test_a_golden_file_that_cannot_be_made_is_said_at_once(run_main, tmp_path):
         result = run_main(trace_check.main, "--model", "none", "--adapter", "none", "--save", path)
         assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
         assert f"golden file {path} cannot be written" in result.err
+
+
+def test_a_folder_of_a_check(run_main, rows_of, undeclared, tmp_path, flipping_prompt):
+    """A row per prompt and run in JSON lines and Parquet, table, figure and summary; a folder in use is refused."""
+    folder = tmp_path / "check"
+    asked = [*SHORT, "--runs", 5, "--max-new-tokens", 40, "--out", folder]
+    asked += ["--prompt", flipping_prompt, "--prompt", "Tom has 3 apples."]
+    result = run_main(trace_check.main, *asked, "--json")
+    found = json.loads(result.out)
+    assert (result.code, found) == (1, json.loads((folder / "summary.json").read_text()))
+    rows = rows_of(folder)
+    assert undeclared(folder) == set()
+    assert [(row["prompt"], row["run"]) for row in rows] == [
+        (f"prompt {number}", run) for number in range(2) for run in range(found["rounds"])
+    ]
+    flips = [row["flip"] for row in rows if row["flip"] is not None]
+    assert flips == [step for each in found["prompts"] for step in each["flips_at"]]
+    assert len(flips) == found["flips"] > 0
+    changed = [row for row in rows if row["changed_bits"] is not None]
+    assert len(changed) == found["runs_with_changed_bits"]
+    assert parquet.read_table(folder / "rows.parquet").to_pylist() == rows
+    page = (folder / "table.md").read_text()
+    assert "- affected:" in page
+    assert "| prompt 1 | " in page
+    assert "plotly" in (folder / "figure.html").read_text()
+    again = run_main(trace_check.main, *asked)
+    assert (again.code, again.out, again.err.count("\n")) == (2, "", 1)
+    assert "must be new or empty" in again.err
+    (tmp_path / "file").write_text("")
+    wrong = run_main(trace_check.main, *SHORT, "--out", tmp_path / "file")
+    assert (wrong.code, "cannot be used" in wrong.err) == (2, True)
 
 
 def test_options_from_a_file(run_main, tmp_path):

@@ -106,6 +106,14 @@ def trace_check(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write every run as a row (JSON lines and Parquet), a table and a figure to this new folder.",
+            metavar="FOLDER",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print the answer as JSON.", rich_help_panel=OUTPUT),
@@ -121,6 +129,9 @@ def trace_check(
     Exit codes: 0 passed, 1 failed: something changed that --fail-on names, or differs from --against; 2 trouble (one
     line on stderr), also where all passed and --save found nothing that repeats.
     """
+    from fliptrace.studies.check import CheckSettings, check_numbers, run_check
+    from fliptrace.studies.check_folder import prepare_folder
+
     if server is not None:
         if demo or reduction:
             raise InputError(
@@ -138,11 +149,12 @@ def trace_check(
             max_new_tokens=max_new_tokens,
             fail_on=fail_on,
         )
+        check_numbers(fail_on, runs, seconds, max_new_tokens)
+        if out is not None:
+            prepare_folder(out)
         with progress_bar(common.quiet or as_json) as show:
-            return _shown(
-                run_server_check(asked, against=against, save=save, progress=show), as_json
-            )
-    from fliptrace.studies.check import CheckSettings, run_check
+            found = run_server_check(asked, against=against, save=save, progress=show)
+        return _shown(found, as_json, out)
 
     if demo and (model.model or model.adapter):
         raise InputError("--demo checks the bundled model; leave out --model and --adapter")
@@ -158,11 +170,19 @@ def trace_check(
         max_new_tokens=max_new_tokens,
         fail_on=fail_on,
     )
+    check_numbers(fail_on, runs, seconds, max_new_tokens)
+    if out is not None:
+        prepare_folder(out)
     with progress_bar(common.quiet or as_json) as show:
-        return _shown(run_check(settings, against=against, save=save, progress=show), as_json)
+        found = run_check(settings, against=against, save=save, progress=show)
+    return _shown(found, as_json, out)
 
 
-def _shown(result: CheckResult, as_json: bool) -> int:
+def _shown(result: CheckResult, as_json: bool, out: Path | None) -> int:
+    if out is not None:
+        from fliptrace.studies.check_folder import write_check
+
+        write_check(result, out)
     if as_json:
         show_document(result.to_json())
     else:

@@ -217,7 +217,10 @@ def _starts(results: Path) -> str:
             f"one start of each engine; {every}, interval of t on logs. What another start changes is in none of these "
             "intervals."
         )
-    return f"{fewest} starts of all engines; {every} of a start, interval of t on logs over the starts."
+    return (
+        f"{fewest} starts of all engines, the ranks side by side on a GPU each; {every} of a start, interval of t on "
+        "logs over the starts."
+    )
 
 
 _SLOWER = (

@@ -156,6 +156,7 @@ def test_predicted_flips(script, repository_root, tmp_path):
     for name, label in (
         ("cpu-fragility", "CPU, simulated `atomic:8`"),
         ("h200-fragility", "H200, `atomic:8`"),
+        ("h200-fragility-vllm", "H200, `vllm-own`"),
     ):
         (whole, bins) = [line for line in page.splitlines() if line.startswith(f"| {label}")]
         prompts, predicted, observed = (cell.strip() for cell in whole.split("|")[2:5])

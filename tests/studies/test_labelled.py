@@ -194,6 +194,18 @@ def test_json_lines_end_at_line_feeds_alone(tmp_path):
     path.write_text('{"prompt": "a", "score": NaN}\n')
     with pytest.raises(InputError, match=r"row 0 is no jsonl row: .*NaN is no JSON"):
         read_questions(f"jsonl:{path}", Selection(("0",)))
+    for kind, row, words in (
+        ("jsonl", "[1]", "an object is required, not list"),
+        ("jsonl", '{"prompt": null}', "'prompt' must be a text, not None"),
+        ("jsonl", '{"text": "a"}', "'prompt'"),
+        ("gsm8k", '{"question": 5, "answer": "#### 1"}', "'question' must be a text, not 5"),
+        ("gsm8k", '{"question": "a", "answer": null}', "no gsm8k row"),
+        ("mbpp", '{"text": "a", "test_list": [1]}', "no mbpp row"),
+        ("mbpp", "[1]", "no file of MBPP rows"),
+    ):
+        path.write_text(f"{row}\n")
+        with pytest.raises(InputError, match=words):
+            read_questions(f"{kind}:{path}", Selection(("0",)))
     path.write_text("\n")
     with pytest.raises(InputError, match="the data set is empty"):
         read_questions(f"jsonl:{path}", Selection(count=1))

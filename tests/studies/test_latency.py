@@ -168,6 +168,15 @@ def test_planted_times_come_out_as_ratios(study, tmp_path, rows_of, undeclared):
     assert undeclared(tmp_path / "study") == set()
 
 
+def test_without_another_reduction_the_figure_shows_no_adapter(study, tmp_path):
+    """As on a CPU, where there are only vLLM without adapters and its own shrink; else it is left out."""
+    shown = run_study(study, tmp_path / "all", executor=run_lanes).report.figure
+    assert {trace.name for trace in shown.data} == {"vllm-own, rank 16", "local:32/32, rank 16"}
+    few = dataclasses.replace(study, reductions=("none", "vllm-own"), trials=1)
+    shown = run_study(few, tmp_path / "few", executor=run_lanes).report.figure
+    assert {trace.name for trace in shown.data} == {"none, rank 16"}
+
+
 def test_a_trial_starts_engines_anew(study, tmp_path, rows_of):
     """Counts of requests begin again, so the stand-in's atomic outputs of both trials are the same."""
     atomic = dataclasses.replace(study, reductions=("atomic:8",), batch_sizes=(1,), baseline=None)

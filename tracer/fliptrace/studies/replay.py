@@ -221,7 +221,11 @@ def replay_report(study: ReplayStudy, rows: Sequence[Row]) -> Report:
         for entry in found
     ]
     lines = [
-        f"Each call ran {study.executions} times on the same input; executions after the first are compared with it.",
+        (
+            f"Each call ran {study.executions} times on the same input; executions after the first are compared with "
+            "it. A call has the operand rows and the A of each slice as captured, one adapter for all rows, and the "
+            "scale 1: PEFT scales after expand, vLLM has the scale in B."
+        ),
         "",
         *(markdown_table(header, table) if found else ["Nothing has been replayed yet."]),
         "",

@@ -146,7 +146,7 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
     questions = []
     for number in selection.of(len(lines)):
         try:
-            row = value_of(lines[number])
+            row = _object_of(lines[number])
             text, gold = _READERS[kind](row)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}, row {number} is no {kind} row: {error!r}") from error
@@ -157,14 +157,28 @@ def read_questions(task: str, selection: Selection) -> list[Question]:
 
 
 def _gsm8k(row: Mapping[str, Any]) -> tuple[str, str | None]:
-    return f"{row['question']}\n\n{GSM8K_INSTRUCTION}", final_answer(
+    return f"{_text_of(row, 'question')}\n\n{GSM8K_INSTRUCTION}", final_answer(
         prepared_solution(row["answer"])
     )
 
 
 def _jsonl(row: Mapping[str, Any]) -> tuple[str, str | None]:
     answer = row.get("answer")
-    return str(row["prompt"]), None if answer is None else number_of(str(answer))
+    return _text_of(row, "prompt"), None if answer is None else number_of(str(answer))
+
+
+def _object_of(line: str) -> dict[str, Any]:
+    row = value_of(line)
+    if not isinstance(row, dict):
+        raise TypeError(f"an object is required, not {type(row).__name__}")
+    return row
+
+
+def _text_of(row: Mapping[str, Any], field: str) -> str:
+    text = row[field]
+    if not isinstance(text, str):
+        raise TypeError(f"{field!r} must be a text, not {text!r}")
+    return text
 
 
 def _mbpp(row: Mapping[str, Any]) -> tuple[str, str | None]:

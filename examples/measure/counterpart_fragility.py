@@ -93,9 +93,9 @@ def predictions(results: Path) -> list[str]:
         *prose(
             "The last column of the first table: forwards that repetitions take until exact intervals are as narrow,",
             "over those of the estimates. *Replays only counted* leaves the margins out; it scores about as well,",
-            "within the intervals. Inside vLLM shrinks are not replayed alone. Predictions outside the interval of what",
-            "came: under `atomic:8` those of 5 to 15 % are too high, on the CPU too, and on the H200 those above 65 %",
-            "too low. Six replays are few, and estimates are drawn toward the mean.",
+            "within the intervals. Inside vLLM shrinks are not replayed alone. Predictions outside the interval of",
+            "what came: under `atomic:8` those of 5 to 15 % are too high, on the CPU too, and on the H200 those above",
+            "65 % too low. Six replays are few, and estimates are drawn toward the mean.",
         ),
     ]
 

@@ -6,7 +6,7 @@ from fliptrace.capture.decoding import generate
 from fliptrace.capture.recorder import Recorder, RecorderOptions
 from fliptrace.manifest import Manifest
 from fliptrace.store import TraceReader, TraceWriter
-from fliptrace.trace import Closing
+from fliptrace.trace import Closing, Kind
 
 
 def run(engine, ids, count):
@@ -61,15 +61,22 @@ def record(
 
 
 def frames(path, steps=8):
-    """Read (step, kind, bytes, digests) of every frame."""
+    """Read (step, kind, bytes, digests) of every frame; which of equal logits were the last to be kept is not said."""
     with TraceReader(path) as trace:
         return [
             (
                 step,
                 kind,
-                bytes(frame.payload),
+                settled_ids(found) if kind is Kind.LOGITS_TOP_IDS else bytes(frame.payload),
                 None if frame.digests is None else frame.digests.tolist(),
             )
             for step in range(steps)
-            for kind, frame in trace.step_frames(step).items()
+            for found in (trace.step_frames(step),)
+            for kind, frame in found.items()
         ]
+
+
+def settled_ids(found):
+    """Return the kept ids whose logits are larger than the least kept one, of which others may be equal."""
+    values, ids = found[Kind.LOGITS_TOP].tensor(0), found[Kind.LOGITS_TOP_IDS].tensor(0)
+    return tuple(ids[values > values.min()].tolist())

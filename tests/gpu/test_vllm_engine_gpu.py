@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ from fliptrace_interventions import CacheEdit, Workbench
 from fliptrace_kernels import lora_shrink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-#: FlashAttention comes as a module of its own, which a slim build of vLLM may lack.
-FLASH = importlib.util.find_spec("vllm.vllm_flash_attn") is not None
+#: FlashAttention comes as an extension of its own, which a slim build of vLLM may lack.
+_PACKAGE = importlib.util.find_spec("vllm.vllm_flash_attn")
+FLASH = _PACKAGE is not None and any(
+    any(Path(folder).glob("_vllm_fa2_C*")) for folder in _PACKAGE.submodule_search_locations or ()
+)
 BACKENDS = ("TRITON_ATTN", *(("FLASH_ATTN",) if FLASH else ()))
 
 

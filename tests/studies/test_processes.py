@@ -17,7 +17,7 @@ from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError
 from fliptrace.studies import ModelSettings, RepeatStudy, Selection, run_study
 from fliptrace.studies.decide_processes import shares_of
-from fliptrace.studies.engine_process import EngineProcessError
+from fliptrace.studies.engine_process import EngineProcessError, environment
 from fliptrace.studies.engine_process_lanes import run_lanes
 from fliptrace.studies.engine_process_reductions import gpus_of
 from fliptrace.studies.engine_process_settings import EngineSettings
@@ -294,3 +294,18 @@ def test_vllm_itself_says_what_the_stepped_engine_says(tmp_path, rows_of):
     # Both compute in BF16, in other orders.
     for name in ("yes", "no", "label_mass"):
         assert decided[name] == pytest.approx(read[name], rel=0.1)
+
+
+def test_folders_here_take_no_packages_place(tmp_path):
+    """An engine's process finds a package that is named like a folder in the working directory, such as a study's."""
+    (tmp_path / "xxhash.py").write_text("raise RuntimeError('a file of the working directory')\n")
+    variables = environment(tmp_path, "engine", "vllm-own")
+    done = subprocess.run(
+        [sys.executable, "-c", "import xxhash; print(xxhash.__file__)"],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, str(tmp_path) in done.stdout) == (0, False), done.stderr

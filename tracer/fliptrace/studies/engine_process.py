@@ -225,6 +225,8 @@ def environment(
     ]
     there = [*shown, *variables.get("PYTHONPATH", "").split(os.pathsep)]
     variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, there)))
+    # A folder here that is named like a package (a study's, say) must not take the package's place.
+    variables["PYTHONSAFEPATH"] = "1"
     variables["VLLM_CACHE_ROOT"] = str(scratch / "cache" / file_name(name))
     variables.setdefault("OMP_NUM_THREADS", "1")
     variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")

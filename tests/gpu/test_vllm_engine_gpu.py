@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +22,10 @@ from fliptrace_interventions import CacheEdit, Workbench
 from fliptrace_kernels import lora_shrink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-#: FlashAttention comes as an extension of its own, which a slim build of vLLM may lack.
-_PACKAGE = importlib.util.find_spec("vllm.vllm_flash_attn")
-FLASH = _PACKAGE is not None and any(
-    any(Path(folder).glob("_vllm_fa2_C*")) for folder in _PACKAGE.submodule_search_locations or ()
-)
+#: FlashAttention is an extension of its own, which a slim build of vLLM may lack, or hold without its operators.
+with contextlib.suppress(ImportError):
+    importlib.import_module("vllm.vllm_flash_attn")
+FLASH = hasattr(torch.ops._vllm_fa2_C, "varlen_fwd")
 BACKENDS = ("TRITON_ATTN", *(("FLASH_ATTN",) if FLASH else ()))
 
 

@@ -11,7 +11,10 @@ from pyarrow import parquet
 
 import fliptrace as ft
 from fliptrace.command_line import trace_check
-from fliptrace.errors import InputError
+from fliptrace.errors import InputError, RecordingError
+from fliptrace.pair.recording import set_reduction
+from fliptrace.studies import engines
+from fliptrace.studies.engines import describe_engine
 from fliptrace.studies.repeatability import PromptRuns, Run, run_rounds
 
 SHORT = "--demo --runs 2 --max-new-tokens 24 --quiet".split()
@@ -148,6 +151,33 @@ def test_a_folder_of_a_check(run_main, rows_of, undeclared, tmp_path, flipping_p
     (tmp_path / "file").write_text("")
     wrong = run_main(trace_check.main, *SHORT, "--out", tmp_path / "file")
     assert (wrong.code, "cannot be used" in wrong.err) == (2, True)
+
+
+class Stack:
+    """An engine of which something is not as it says."""
+
+    def __init__(self, engine, **changed):
+        self.__dict__.update(engine=engine, **changed)
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
+def test_another_kernel_than_was_asked_for_is_refused(engine, monkeypatch):
+    """Every LoRA layer must launch the reduction of the name, whatever the engine says of itself."""
+    before = engine.describe()["reduction"]["identity"]
+    names = ("atomic:vllm", "deterministic:8", "tree:4")
+    assert describe_engine(engine, names)["kernels"]["tree:4/32"].startswith("tree:4/32")
+    with pytest.raises(RecordingError, match=r"every LoRA layer .*; 1 of 57 did not"):
+        describe_engine(Stack(engine, sites=(*engine.sites, engine.sites[0])), ("unsplit",))
+    monkeypatch.setattr(
+        engines, "set_reduction", lambda stack, *_: set_reduction(stack, "unsplit", 0)
+    )
+    assert describe_engine(engine, ("unsplit",))["kernels"]
+    for name in ("deterministic:8", "atomic:vllm"):
+        with pytest.raises(RecordingError, match=f"had to run as {name}.* and ran as unsplit/64"):
+            describe_engine(engine, (name,))
+    engine.set_reduction(before)
 
 
 def test_options_from_a_file(run_main, tmp_path):

@@ -326,3 +326,34 @@ def test_errors_travel_between_processes():
     """What a worker refuses comes back whole: a server's code, too."""
     error = pickle.loads(pickle.dumps(ServerRefusalError(404, "no such model")))
     assert (type(error), error.status, str(error)) == (ServerRefusalError, 404, "no such model")
+
+
+def test_ctrl_c_keeps_finished_rows(run_main, undeclared, tmp_path):
+    """SIGINT while the bundled model generates: one line, exit 130; a report is then written from what is there."""
+    folder = tmp_path / "study"
+    words = f"repeat --device cpu --select 36 31 --repetitions 40 --quiet --out {folder}".split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fliptrace.command_line.trace_study", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A job that a shell runs in the background ignores SIGINT, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    rows = folder / "rows.jsonl"
+    deadline = time.monotonic() + 60
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (130, "", 1), err
+    assert "finished rows are kept" in err
+    kept = rows.read_bytes()
+    report = run_main(trace_study.main, *words, "--budget-minutes", 0, "--json")
+    assert (report.code, json.loads(report.out)["complete"]) == (0, False)
+    assert json.loads(report.out)["finished"] == kept.count(b"\n") >= 3
+    assert rows.read_bytes() == kept
+    assert undeclared(folder) == set()

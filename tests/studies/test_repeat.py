@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError
+from fliptrace.studies import RepeatStudy
 from fliptrace.studies.answers import final_answer, prepared_solution
 from fliptrace.studies.repeat import compare_rows, comparisons_of, first_divergence
 from fliptrace.studies.tasks import Selection, load_scorer, read_questions, score
@@ -139,9 +140,18 @@ def test_scorers(tmp_path, monkeypatch):
     for name in ("broken", "odd"):
         with pytest.raises(InputError, match="scorer"):
             score("abc", None, {}, load_scorer(f"own_scorer:{name}"))
-    for name in ("own_scorer", "own_scorer:none", "no_module:f"):
+    (tmp_path / "failing_scorer.py").write_text("raise RuntimeError('on import')\n")
+    for name in ("own_scorer", "own_scorer:none", "no_module:f", "failing_scorer:f"):
         with pytest.raises(InputError, match="scorer"):
             load_scorer(name)
+    # Rows of an edited scorer do not mix with those before; a study without one is as it was.
+    before = RepeatStudy(scorer="own_scorer:length").identity()
+    with (tmp_path / "own_scorer.py").open("a") as file:
+        file.write("# edited\n")
+    after = RepeatStudy(scorer="own_scorer:length").identity()
+    assert {name for name in before if before[name] != after[name]} == {"scorer_sha256"}
+    assert len(after["scorer_sha256"]) == 64
+    assert "scorer_sha256" not in RepeatStudy().identity()
 
 
 COMMON = (

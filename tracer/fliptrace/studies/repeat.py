@@ -39,7 +39,14 @@ from fliptrace.studies.items import Item, Row
 from fliptrace.studies.programs import ProgramJudge
 from fliptrace.studies.sandbox import Limits, open_sandbox
 from fliptrace.studies.study import Report, Worker
-from fliptrace.studies.tasks import Scorer, Selection, load_scorer, read_questions, score
+from fliptrace.studies.tasks import (
+    Scorer,
+    Selection,
+    load_scorer,
+    read_questions,
+    score,
+    scorer_sha256,
+)
 
 PAPER_REDUCTIONS = ("atomic:8", "unsplit", "deterministic:8")
 
@@ -88,6 +95,7 @@ class RepeatStudy:
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
             "scorer": self.scorer,
+            **({"scorer_sha256": scorer_sha256(self.scorer)} if self.scorer else {}),
             **mode_identity(self.model, self.engines, self.batch_size),
             **({"run_programs": True} if self.run_programs else {}),
         }

@@ -9,6 +9,7 @@ answer's comparison.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import random
 import sys
@@ -242,6 +243,16 @@ def load_scorer(name: str | None) -> Scorer | None:
         raise InputError(f"scorer {name!r} must be a function; it is a {type(found).__name__}")
     scorer: Scorer = found
     return scorer
+
+
+def scorer_sha256(name: str) -> str | None:
+    """Return the hash of the file that a scorer comes from, so that an edited one is another; None without a file.
+
+    Raises:
+        InputError: see load_scorer.
+    """
+    file = getattr(sys.modules.get(getattr(load_scorer(name), "__module__", "")), "__file__", None)
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def score(

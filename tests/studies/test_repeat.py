@@ -154,6 +154,27 @@ def test_scorers(tmp_path, monkeypatch):
     assert "scorer_sha256" not in RepeatStudy().identity()
 
 
+def test_prompts_that_are_too_long_are_said_before_the_first_runs(run_main, tmp_path):
+    """One of three is fine; the two that leave no room are named at once, and no item has run."""
+    rows = [{"prompt": text} for text in ("Tom has 3 apples.", "apple " * 900, "apple " * 901)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "p.csv").write_text("text\n" + "\n".join(row["prompt"] for row in rows))
+    for words in (
+        f"repeat --task jsonl:{tmp_path}/p.jsonl --repetitions 2 --select 0 1 2",
+        f"replay --task jsonl:{tmp_path}/p.jsonl --executions 2 --select 0 1 2",
+        f"decide --csv {tmp_path}/p.csv --label-column= --repetitions 2 --select 0 1 2",
+    ):
+        folder = tmp_path / words.split()[0]
+        asked = [*words.split(), "--device", "cpu", "--reduction", "unsplit", "--out", folder]
+        result = run_main(trace_study.main, *asked, "--quiet")
+        assert (result.code, result.out) == (2, "")
+        last = result.err.splitlines()[-1]
+        assert "row 1) has " in last, result.err
+        assert "1 more cannot be asked: " in last
+        assert "row 2" in last
+        assert not (folder / "rows.jsonl").exists()
+
+
 COMMON = (
     "repeat --device cpu --select 36 31 --repetitions 3 --max-new-tokens 20 --reduction atomic:8 "
     "--reduction deterministic:8 --quiet"

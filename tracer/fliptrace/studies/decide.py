@@ -31,6 +31,7 @@ from fliptrace.studies.engine_process_settings import EngineSettings
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
+    check_prompts,
     check_repeats,
     describe_engine,
     encode,
@@ -226,6 +227,11 @@ class DecideWorker:
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, the kernels that ran, and the labels' tokens."""
+        check_prompts(
+            self._engine,
+            ((item.arguments["text"], item.arguments["source"]) for item in self._study.items()),
+            chat_template=self._study.model.chat_template,
+        )
         described = describe_engine(self._engine, self._study.reductions)
         described["decisions"] = {
             "interface": "next-token log-probabilities, read here",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,32 @@ def encode(engine: Any, text: str, source: str, *, chat_template: bool) -> Promp
             f"the prompt ({source}) has {len(prompt.ids)} tokens and the model's context is {limit}; leave it out"
         )
     return prompt
+
+
+def check_prompts(engine: Any, prompts: Iterable[tuple[str, str]], *, chat_template: bool) -> None:
+    """Refuse prompts that cannot be asked before the first is, so that none ends a study in its middle.
+
+    Args:
+        engine: from load_engine.
+        prompts: text and name of each.
+        chat_template: apply the tokenizer's.
+
+    Raises:
+        InputError: what is wrong with the first of them, and how many there are.
+    """
+    wrong: list[InputError] = []
+    names: list[str] = []
+    for text, source in dict.fromkeys(prompts):
+        try:
+            encode(engine, text, source, chat_template=chat_template)
+        except InputError as error:
+            wrong.append(error)
+            names.append(source)
+    if len(wrong) > 1:
+        more = ", ".join(names[1:10])
+        raise InputError(f"{wrong[0]}; {len(wrong) - 1} more cannot be asked: {more}")
+    if wrong:
+        raise wrong[0]
 
 
 def ids_sha256(ids: Sequence[int]) -> str:

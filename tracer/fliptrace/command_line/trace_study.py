@@ -292,7 +292,9 @@ def main() -> None:
     entry = registered().get(typed[0]) if typed else None
     if entry is not None:
         run_study_command(entry.name, entry.load(), typed[1:])
-    run(trace_study, "trace-study", typed)
+    # Of a study that is not there the name is wrong, not the options that it would have.
+    named = bool(typed) and not typed[0].startswith("-")
+    run(trace_study, "trace-study", typed[:1] if named else typed)
 
 
 if __name__ == "__main__":

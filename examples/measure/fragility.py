@@ -14,7 +14,7 @@ What was run (PYTHONPATH holds tracer, interventions and kernels), the last two 
     … all --processes 14 --device cpu --prompts 200 --observed 12 --out cpu
     … all --processes 22 --gpus 0 1 --device cuda --model SMOLLM2 --adapter ADAPTER --task gsm8k:test.jsonl \
         --prompts 140 --observed 8 --max-new-tokens 64 --budget-minutes 8.5 --out transformers
-    … all --processes 10 --gpus 1 --engine vllm --attention TRITON_ATTN --reduction vllm-own --model SMOLLM2 \
+    … all --processes 18 --gpus 0 1 --engine vllm --attention TRITON_ATTN --reduction vllm-own --model SMOLLM2 \
         --adapter ADAPTER --vllm-arguments '{"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1073741824}' \
         --task gsm8k:test.jsonl --prompts 140 --observed 8 --max-new-tokens 64 --budget-minutes 7 --out vllm
 """

@@ -244,6 +244,19 @@ def test_the_check_itself_fails_on_two_lines():
         check_refusal(noisy, [])
 
 
+def test_a_study_that_is_not_there_is_named(monkeypatch, capsys):
+    """Its name is what is wrong, whatever options follow."""
+    from fliptrace.command_line import trace_study
+
+    monkeypatch.setattr("sys.argv", ["trace-study", "repaet", "--device", "cpu", "--out", "x"])
+    with pytest.raises(SystemExit) as stopped:
+        trace_study.main()
+    shown = capsys.readouterr()
+    assert (stopped.value.code, shown.out) == (2, "")
+    assert "a study is one of batch, " in shown.err
+    assert "got 'repaet'" in shown.err
+
+
 @pytest.mark.parametrize("study", ["batch", "latency"])
 def test_a_device_is_vllms_matter(study, tmp_path, capsys):
     """Studies on vLLM's own engines have no --device; the line says what there is in its place."""

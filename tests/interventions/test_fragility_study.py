@@ -77,8 +77,8 @@ def test_collecting_goes_on_where_it_was_stopped(whole, tmp_path):
     assert (tmp_path / "part/rows.jsonl").read_bytes() == (folder / "rows.jsonl").read_bytes()
 
 
-def test_other_settings_are_not_gathered(tmp_path):
-    """A part that was begun with another reach holds other estimates."""
+def test_other_settings_are_not_gathered(whole, tmp_path):
+    """A part that was begun with another reach holds other estimates; of the parts before it no row is taken either."""
     assert collect(study(), tmp_path / "part", budget_minutes=0) == (0, 6)
     (tmp_path / "part/rows.jsonl").touch()
     # As after a first engine started: until then, settings may still be corrected.
@@ -89,7 +89,13 @@ def test_other_settings_are_not_gathered(tmp_path):
     with pytest.raises(InputError, match="was begun with"):
         run_study(other, tmp_path / "study", executor=gathered([tmp_path / "part"]))
     with pytest.raises(InputError, match="were collected"):
-        run_study(other, tmp_path / "new", executor=gathered([tmp_path]))
+        gathered([tmp_path / "part", tmp_path])
+    begun["settings"]["reach"] = 3.0
+    (tmp_path / "part/study.json").write_text(json.dumps(begun), "utf-8")
+    with pytest.raises(InputError, match="reach = 3"):
+        run_study(study(), tmp_path / "two", executor=gathered([whole[0], tmp_path / "part"]))
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["study.json"]
+    assert run_study(study(), tmp_path / "two", executor=gathered([whole[0]])).complete
 
 
 def test_the_page_says_who_orders_atomics_and_how_right_it_was(whole):

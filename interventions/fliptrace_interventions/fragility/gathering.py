@@ -10,9 +10,10 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from fliptrace.errors import InputError, TraceReadError
-from fliptrace.studies.items import Item
+from fliptrace.studies.items import Item, Row
 from fliptrace.studies.journal import (
     ROWS_NAME,
     TIMINGS_NAME,
@@ -70,35 +71,41 @@ def gathered(folders: Sequence[str | Path]) -> Executor:
         folders: each begun with the same settings, whatever its shard.
 
     Raises:
-        InputError: while it runs: a folder was begun with other settings.
-        TraceReadError: while it runs: a folder cannot be read.
+        InputError: a folder holds no rows; or, before the first row is taken, one was begun with other settings.
+        TraceReadError: before the first row is taken: a folder cannot be read.
     """
+    paths = [Path(folder) for folder in folders]
+    for folder in paths:
+        if not (folder / ROWS_NAME).is_file():
+            raise InputError(f"{folder} holds no {ROWS_NAME}: name folders that were collected")
 
     def execute(
         study: Study, items: Sequence[Item], go_on: Continue
     ) -> Iterator[WorkerReady | Finished]:
         wanted = {item.id: item.key for item in items}
-        for number, folder in enumerate(map(Path, folders), start=1):
-            if not (folder / ROWS_NAME).is_file():
-                raise InputError(f"{folder} holds no {ROWS_NAME}: name folders that were collected")
-            with Journal(folder, study.identity()) as journal:
-                for sitting in journal.sittings:
-                    yield WorkerReady(f"part {number}", sitting["description"])
-                seconds = _seconds(folder / TIMINGS_NAME)
-                for name, row in journal.rows.items():
-                    if wanted.get(name) == row["key"] and go_on():
-                        del wanted[name]
-                        yield Finished(row, f"part {number}", seconds.get(name, 0.0))
+        parts = [_part(folder, study) for folder in paths]
+        for number, (sittings, rows, seconds) in enumerate(parts, start=1):
+            for sitting in sittings:
+                yield WorkerReady(f"part {number}", sitting["description"])
+            for name, row in rows.items():
+                if wanted.get(name) == row["key"] and go_on():
+                    del wanted[name]
+                    yield Finished(row, f"part {number}", seconds.get(name, 0.0))
 
     return execute
 
 
+def _part(
+    folder: Path, study: Study
+) -> tuple[list[dict[str, Any]], dict[str, Row], dict[str, float]]:
+    """Return a folder's sittings, rows and seconds."""
+    with Journal(folder, study.identity()) as journal:
+        return journal.sittings, journal.rows, seconds_of(folder)
+
+
 def seconds_of(folder: str | Path) -> dict[str, float]:
     """Return how long each item of a study's folder took, by item id."""
-    return _seconds(Path(folder) / TIMINGS_NAME)
-
-
-def _seconds(path: Path) -> dict[str, float]:
+    path = Path(folder) / TIMINGS_NAME
     try:
         lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         return {line["item"]: float(line["seconds"]) for line in lines}

@@ -54,7 +54,7 @@ def prepare_folder(folder: Path) -> None:
         raise StorageError(f"folder {folder} cannot be used ({error}); name another") from error
     if strangers:
         raise InputError(
-            f"the folder of a check must be new or empty; {folder} holds {strangers[0]!r}"
+            f"the folder of a check must be new or empty; {folder} holds {strangers[0]!r}. Name another"
         )
 
 

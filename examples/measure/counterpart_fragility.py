@@ -88,8 +88,8 @@ def predictions(results: Path) -> list[str]:
         *prose(
             "`trace-study fragility`: from one execution and six forced replays, how probably a fresh execution of a",
             "prompt has other tokens, held against free repetitions that no estimate has seen (up to 8 a prompt on the",
-            "H200, GSM8K, 64 tokens; 12 on the CPU, bundled prompts, 48 tokens). Second table: mean prediction, then outputs",
-            "that changed of those compared. Intervals are from a bootstrap of whole prompts.",
+            "H200, GSM8K, 64 tokens; 12 on the CPU, bundled prompts, 48 tokens). Second table: mean prediction, then",
+            "outputs that changed of those compared. Intervals are from a bootstrap of whole prompts.",
         ),
         *prose(
             "The last column of the first table: forwards that repetitions take until exact intervals are as narrow,",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -217,3 +220,31 @@ def test_vllm_itself(tmp_path):
     (engine,) = result.report.summary["engines"]
     assert 0 < engine["mean_ttft_ms"] < engine["mean_e2el_ms"]
     assert (engine["timings"], engine["outputs"]) == (2, 1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
+@pytest.mark.filterwarnings("ignore")
+def test_vllms_own_benchmarks_take_a_row(tmp_path, monkeypatch):
+    """What vLLM does with its own JSON works with a row, and serve has the names that a row has."""
+    import vllm.benchmarks
+    from vllm.benchmarks import latency, throughput
+
+    row = benchmark_fields([0.4, 0.3], [[0.1, 0.2, 0.4], [0.2, 0.3]], [10, 20])
+    monkeypatch.setenv("SAVE_TO_PYTORCH_BENCHMARK_FORMAT", "1")
+    for tool, values in (
+        (latency, {"latency": row["latencies"]}),
+        (throughput, {"tokens_per_second": [row["tokens_per_second"]]}),
+    ):
+        place = tmp_path / f"{tool.__name__}.json"
+        arguments = argparse.Namespace(model="m", tensor_parallel_size=1, output_json=str(place))
+        tool.save_to_pytorch_benchmark_format(arguments, row)
+        records = json.loads(place.with_suffix(".pytorch.json").read_text())
+        found = {each["metric"]["name"]: each["metric"]["benchmark_values"] for each in records}
+        assert {name: found[name] for name in values} == values
+    source = (Path(vllm.benchmarks.__file__).parent / "serve.py").read_text("utf-8")
+    for name in ("duration", "completed", "total_input_tokens", "total_output_tokens"):
+        assert f'"{name}": ' in source
+    for name in ("request_throughput", "output_throughput", "total_token_throughput"):
+        assert f'"{name}": ' in source
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        assert f'process_one_metric("{name}"' in source

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -145,3 +146,25 @@ def chromium(started_chromium: Chrome) -> Iterator[Chrome]:
     page.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.fixture
+def undeclared():
+    """A function that checks the rows of a folder against their schema; returns the keys that the schema leaves out."""
+    import jsonschema
+
+    def check(folder):
+        schema = json.loads((Path(folder) / "rows.schema.json").read_text("utf-8"))
+        validator = jsonschema.Draft202012Validator(schema)
+        validator.check_schema(schema)
+        found = set()
+        lines = (Path(folder) / "rows.jsonl").read_text("utf-8").splitlines()
+        for line in lines:
+            row = json.loads(line)
+            validator.validate(row)
+            found |= set(row) - set(schema["properties"])
+        assert lines
+        assert all(each["description"] for each in schema["properties"].values())
+        return found
+
+    return check

@@ -116,6 +116,11 @@ def test_the_page_says_who_orders_atomics_and_how_right_it_was(whole):
         assert (folder / f"{name}.parquet").stat().st_size > 0
 
 
+def test_rows_are_declared_whole(whole, undeclared):
+    """Every key of every line is in the schema, and every line fits it."""
+    assert undeclared(whole[0]) == set()
+
+
 def test_seeds_of_references_replays_and_repetitions_never_meet(whole):
     """A repetition with a replay's schedule would be no evidence."""
     folder, _ = whole

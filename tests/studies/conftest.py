@@ -51,28 +51,6 @@ def rows_of():
 
 
 @pytest.fixture
-def undeclared():
-    """A function that checks the rows of a folder against their schema; returns the keys that the schema leaves out."""
-    import jsonschema
-
-    def check(folder):
-        schema = json.loads((Path(folder) / "rows.schema.json").read_text("utf-8"))
-        validator = jsonschema.Draft202012Validator(schema)
-        validator.check_schema(schema)
-        found = set()
-        lines = (Path(folder) / "rows.jsonl").read_text("utf-8").splitlines()
-        for line in lines:
-            row = json.loads(line)
-            validator.validate(row)
-            found |= set(row) - set(schema["properties"])
-        assert lines
-        assert all(each["description"] for each in schema["properties"].values())
-        return found
-
-    return check
-
-
-@pytest.fixture
 def stand_in(tmp_path):
     """A program that takes the place of the Python that has vLLM and answers by arithmetic."""
     inside = Path(__file__).with_name("engine_stand_in.py")

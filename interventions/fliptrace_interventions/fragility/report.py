@@ -54,8 +54,25 @@ ROW_COLUMNS = (
     Column("stop_reason", "string", "why it ended"),
     Column("margins", "floats", "largest logit less the second, in ULP, per step; of estimates"),
     Column("near", "ints", "steps whose margin is in reach"),
+    Column("top_values", "float_lists", "the largest logits of each step in reach"),
+    Column("top_ids", "int_lists", "their token ids, the lowest first among equals"),
+    Column("ulps", "floats", "one unit in the last place of the largest logit, per step in reach"),
     Column("weight", "float", "the share of executions that leave the reference's bits"),
     Column("forwards", "int", "of the reference and its replays"),
+)
+#: Nested, so in JSON lines alone.
+DETAIL_COLUMNS = (
+    Column(
+        "survival",
+        "object",
+        "of single shrinks that ran again: coordinates that cross, by step, by distance, and the likeliest; missing "
+        "where none did",
+    ),
+    Column(
+        "replays",
+        "objects",
+        "forced replays: where each began, the steps at which it chose another token, its logits of top_ids",
+    ),
 )
 PROMPT_COLUMNS = (
     Column("prompt", "string", "the prompt's name"),
@@ -126,6 +143,7 @@ def fragility_report(study: FragilityStudy, rows: Sequence[Row]) -> Report:
         ),
         figure=figure,
         picture=picture,
+        row_columns=(*ROW_COLUMNS, *DETAIL_COLUMNS),
     )
 
 

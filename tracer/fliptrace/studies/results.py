@@ -28,7 +28,9 @@ _JSON_TYPES: dict[str, dict[str, Any]] = {
     "ints": {"type": "array", "items": {"type": "integer"}},
     "floats": {"type": "array", "items": {"type": "number"}},
     "int_lists": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    "float_lists": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
     "numbers": _NUMBERS,
+    "object": {"type": "object"},
     "objects": {"type": "array", "items": {"type": "object"}},
 }
 
@@ -142,6 +144,7 @@ def write_parquet(path: Path, table: Table) -> None:
         "floats": pa.list_(pa.float64()),
         "strings": pa.list_(pa.string()),
         "int_lists": pa.list_(pa.list_(pa.int64())),
+        "float_lists": pa.list_(pa.list_(pa.float64())),
         "numbers": pa.map_(pa.string(), pa.float64()),
     }
     schema = pa.schema(

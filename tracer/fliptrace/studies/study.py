@@ -22,9 +22,9 @@ class Column:
 
     Attributes:
         name: its key in the rows.
-        type: ``string``, ``int``, ``float``, ``bool``; ``strings``, ``ints``, ``floats``; ``int_lists``, lists of ints;
-            ``numbers``, numbers by name; ``objects``, JSON objects, in JSON lines alone. Any value may be missing
-            (None).
+        type: ``string``, ``int``, ``float``, ``bool``; ``strings``, ``ints``, ``floats``; ``int_lists`` and
+            ``float_lists``, lists of those; ``numbers``, numbers by name; ``object`` and ``objects``, JSON objects, in
+            JSON lines alone. Any value may be missing (None).
         meaning: one line; it travels in the file.
     """
 
@@ -60,7 +60,7 @@ class Report:
         figure: a plotly figure, None where there is nothing to draw yet.
         picture: the same for print, a matplotlib figure; None where the study has none.
         unrepeatable: reductions that are repeatable by construction and did not repeat.
-        row_columns: what a line of rows.jsonl holds, where no table is named ``rows``.
+        row_columns: what a line of rows.jsonl holds, where that is not the table named ``rows``.
     """
 
     title: str

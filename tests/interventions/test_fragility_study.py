@@ -136,6 +136,10 @@ def test_seeds_of_references_replays_and_repetitions_never_meet(whole):
     [
         ({"reductions": ("unsplit",)}, "one order by construction"),
         ({"shard": (3, 2)}, "1 <= K <= N"),
+        (
+            {"shard": (3, 4), "selection": Selection(("36", "31"))},
+            "shard 3/4 has nothing to do, .* make 2; use fewer",
+        ),
         ({"seed": -1}, "seed must be"),
         ({"observed": 600}, "repetitions must be"),
         ({"max_new_tokens": 0}, "at least 1"),

@@ -17,6 +17,7 @@ from fliptrace.errors import InputError
 from fliptrace.pair.prompts import Prompt
 from fliptrace.pair.recording import set_reduction
 from fliptrace.store import open_trace
+from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
@@ -98,8 +99,14 @@ class FragilityStudy:
         """
         self._check()
         part, parts = self.shard
+        subjects = [*self._subjects()]
+        if parts > 1 and part > len(subjects):
+            raise InputError(
+                f"shard {part}/{parts} has nothing to do, as prompts times reductions make {len(subjects)}; use fewer "
+                "shards"
+            )
         items = []
-        for name, what in [*self._subjects()][part - 1 :: parts]:
+        for name, what in subjects[part - 1 :: parts]:
             items.append(Item(f"{name} | {ESTIMATE}", {**what, "part": ESTIMATE}))
             items += [
                 Item(
@@ -135,10 +142,8 @@ class FragilityStudy:
             raise InputError(
                 f"repetitions must be 0 to {SEEDS_PER_PROMPT - OBSERVED_SEED - 1}; got {self.observed}"
             )
-        if self.max_new_tokens < 1:
-            raise InputError(f"max new tokens must be at least 1; got {self.max_new_tokens}")
-        if self.seed < 0:
-            raise InputError(f"the seed must be 0 or more; got {self.seed}")
+        check_at_least("max new tokens", self.max_new_tokens)
+        check_at_least("the seed", self.seed, 0)
         part, parts = self.shard
         if not 1 <= part <= parts:
             raise InputError(f"a shard is K/N with 1 <= K <= N; got {part}/{parts}")

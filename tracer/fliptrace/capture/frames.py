@@ -17,12 +17,6 @@ from fliptrace.capture.engine import StateTensor
 from fliptrace.trace import Frame, Kind, Layout, LayoutEntry, dtype_name
 
 TOP_LOGITS = 64
-#: Dtypes that NumPy lacks, and the integers of their size.
-_INTEGERS = {
-    torch.bfloat16: torch.int16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-}
 #: Layouts of operations that are remembered: prefill and decode, modules and operations, inputs and outputs.
 _LAYOUTS_KEPT = 8
 
@@ -91,13 +85,14 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def host_array(tensor: Tensor) -> Any:
-    """View a host tensor as a NumPy array, of integers where NumPy lacks the dtype.
+    """View a host tensor as a NumPy array: BF16, which NumPy lacks, as 16-bit integers.
 
     The store's thread takes tensors apart by it: each operation of PyTorch hands Python's lock to the thread that runs
     the model, and taking it back costs both more than the operation.
     """
-    like = _INTEGERS.get(tensor.dtype)
-    return (tensor if like is None else tensor.view(like)).numpy()
+    if tensor.requires_grad:  # from an engine that computes gradients
+        tensor = tensor.detach()
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def decode_layouts(

@@ -140,8 +140,7 @@ def check_repeats(what: str, count: int, seed: int) -> None:
         raise InputError(
             f"{what} must be 2 to {SEEDS_PER_PROMPT}: the first is what the others are compared with; got {count}"
         )
-    if seed < 0:
-        raise InputError(f"the seed must be 0 or more; got {seed}")
+    check_at_least("the seed", seed, 0)
 
 
 def encode(engine: Any, text: str, source: str, *, chat_template: bool) -> Prompt:

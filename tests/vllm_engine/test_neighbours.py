@@ -342,26 +342,6 @@ def test_neighbours_that_cannot_run_are_refused(llm, bundled, neighbours, error,
         pass
 
 
-@pytest.fixture(scope="module")
-def llm(bundled):
-    """A user's LLM for four requests."""
-    from vllm import LLM
-
-    return LLM(
-        model=bundled.model,
-        enable_lora=True,
-        max_lora_rank=16,
-        dtype="bfloat16",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=512,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=2**27,
-    )
-
-
 def test_a_users_llm_runs_a_batch(llm, bundled, prompt):
     """Attached with neighbours; prompts that do not fit into one forward are refused; nothing stays on it."""
     with ft.attach(llm, bundled.adapter, neighbours=[(5, 6, 7)] * 3) as tracer:

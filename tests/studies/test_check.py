@@ -151,6 +151,8 @@ def test_a_folder_of_a_check(run_main, rows_of, undeclared, tmp_path, flipping_p
     (tmp_path / "file").write_text("")
     wrong = run_main(trace_check.main, *SHORT, "--out", tmp_path / "file")
     assert (wrong.code, "cannot be used" in wrong.err) == (2, True)
+    none = run_main(trace_check.main, *SHORT, "--reduction", "bogus", "--out", tmp_path / "none")
+    assert (none.code, (tmp_path / "none").exists()) == (2, False)
 
 
 class Stack:

@@ -130,7 +130,7 @@ def trace_check(
     line on stderr), also where all passed and --save found nothing that repeats.
     """
     from fliptrace.studies.check import CheckSettings, check_numbers, run_check
-    from fliptrace.studies.check_folder import prepare_folder
+    from fliptrace.studies.check_folder import prepared_folder
 
     if server is not None:
         if demo or reduction:
@@ -150,9 +150,7 @@ def trace_check(
             fail_on=fail_on,
         )
         check_numbers(fail_on, runs, seconds, max_new_tokens)
-        if out is not None:
-            prepare_folder(out)
-        with progress_bar(common.quiet or as_json) as show:
+        with prepared_folder(out), progress_bar(common.quiet or as_json) as show:
             found = run_server_check(asked, against=against, save=save, progress=show)
         return _shown(found, as_json, out)
 
@@ -171,9 +169,7 @@ def trace_check(
         fail_on=fail_on,
     )
     check_numbers(fail_on, runs, seconds, max_new_tokens)
-    if out is not None:
-        prepare_folder(out)
-    with progress_bar(common.quiet or as_json) as show:
+    with prepared_folder(out), progress_bar(common.quiet or as_json) as show:
         found = run_check(settings, against=against, save=save, progress=show)
     return _shown(found, as_json, out)
 

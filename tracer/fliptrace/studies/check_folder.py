@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,14 +41,22 @@ ROW_COLUMNS = (
 )
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make the folder, before a minute's work is lost for it.
+@contextlib.contextmanager
+def prepared_folder(folder: Path | None) -> Iterator[None]:
+    """Make the folder, before a minute's work is lost for it; without a check's answer it does not stay.
+
+    Args:
+        folder: None for none.
 
     Raises:
         InputError: it holds something.
         StorageError: it cannot be made.
     """
+    if folder is None:
+        yield
+        return
     try:
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         strangers = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -56,6 +65,13 @@ def prepare_folder(folder: Path) -> None:
         raise InputError(
             f"the folder of a check must be new or empty; {folder} holds {strangers[0]!r}. Name another"
         )
+    try:
+        yield
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def write_check(result: CheckResult, folder: Path) -> None:

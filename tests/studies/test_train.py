@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import fliptrace as ft
 from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError
-from fliptrace.studies.training import TrainSettings
+from fliptrace.studies.training import TrainSettings, train_adapter
+from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME
 from fliptrace.studies.training.data import Example, encoder, read_splits
 from fliptrace.studies.training.fitting import batches, padded
 
@@ -130,6 +132,49 @@ def test_a_few_steps_learn_and_repeat(run_main, gsm8k, tmp_path, rank):
     assert engine.shrink_weight(0).dtype == torch.bfloat16
     engine.start(ft.encode_prompt(engine.tokenizer, "How many?").ids)
     assert bool(engine.step().isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.parametrize("steps", [4, 7, 13])
+def test_a_stopped_training_goes_on_to_the_same_bits(gsm8k, tmp_path, steps):
+    """Stopped in the first, second and third epoch: the same weights and losses as unbroken, and no checkpoint left."""
+    settings = TrainSettings(f"gsm8k:{gsm8k}", batch=8, epochs=3, learning_rate=2e-3, device="cpu")
+    whole = train_adapter(settings, tmp_path / "whole")
+    seen = []
+
+    def stop(_, step, total):
+        assert total == 15
+        seen.append(step)
+        if step == steps and len(seen) == steps:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_adapter(settings, tmp_path / "broken", progress=stop)
+    if steps > 5:
+        other = dataclasses.replace(settings, seed=1)
+        with pytest.raises(InputError, match=r"seed = 0, and this one has 1; give the same"):
+            train_adapter(other, tmp_path / "broken")
+    made = train_adapter(settings, tmp_path / "broken", progress=stop)
+    assert seen[steps:] == list(range(5 * ((steps - 1) // 5) + 1, 16))
+    assert (made.losses, made.steps, made.best_epoch) == (
+        whole.losses,
+        whole.steps,
+        whole.best_epoch,
+    )
+    one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "broken"))
+    assert one.read_bytes() == two.read_bytes()
+    assert not (tmp_path / "broken" / CHECKPOINT_NAME).exists()
+
+
+def test_a_spoilt_checkpoint_is_named(gsm8k, tmp_path):
+    """Half a file is no state: what to do is said, and the file stays."""
+    settings = TrainSettings(f"gsm8k:{gsm8k}", batch=8, max_steps=2, device="cpu")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / CHECKPOINT_NAME).write_bytes(b"half a file")
+    with pytest.raises(InputError, match="remove it to train from the beginning"):
+        train_adapter(settings, folder)
+    assert (folder / CHECKPOINT_NAME).exists()
 
 
 def test_a_labelled_set_leaves_a_test_file_for_decide(run_main, labelled, tmp_path):

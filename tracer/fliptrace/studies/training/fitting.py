@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fliptrace.errors import RecordingError
+from fliptrace.studies.training.checkpoint import Checkpoint
 from fliptrace.studies.training.data import Encoded
 from fliptrace.studies.training.settings import TrainSettings
 
@@ -41,9 +42,13 @@ def fit(
     *,
     pad: int,
     autocast: torch.dtype | None,
+    checkpoint: Checkpoint | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Fit:
     """Train what requires gradients, and leave the model with the weights of the best epoch.
+
+    Nothing but the weights, the optimiser and the epoch's number decides the next epoch, so one that goes on from a
+    checkpoint is the epoch that would have come.
 
     Args:
         model: a causal language model; ``logits`` of its output are used.
@@ -53,10 +58,13 @@ def fit(
         device: where the model lies.
         pad: id for the ends of short rows.
         autocast: compute in this dtype while weights stay in theirs; None: as they are.
+        checkpoint: written after each epoch, and gone on from; None for none.
         progress: told of every step.
 
     Raises:
         RecordingError: the loss is no number.
+        InputError: the checkpoint is another training's, or cannot be read.
+        StorageError: it cannot be written.
     """
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimiser = torch.optim.AdamW(weights.values(), lr=settings.learning_rate, weight_decay=0.0)
@@ -95,10 +103,19 @@ def fit(
         model.train()
         return found / max(1, count)
 
-    losses: list[tuple[float | None, float]] = [(None, validate())]
-    best, best_epoch = copies(weights), 0
-    step = 0
-    for epoch in range(1, settings.epochs + 1):
+    kept = None if checkpoint is None else checkpoint.restore()
+    if kept is None:
+        losses: list[tuple[float | None, float]] = [(None, validate())]
+        best, best_epoch = copies(weights), 0
+        step, done, before = 0, 0, 0.0
+    else:
+        put_back(weights, kept["weights"])
+        optimiser.load_state_dict(kept["optimiser"])
+        schedule.load_state_dict(kept["schedule"])
+        losses = [(learning, validation_loss) for learning, validation_loss in kept["losses"]]
+        best, best_epoch = kept["best"], kept["best_epoch"]
+        step, done, before = kept["step"], kept["epoch"], kept["seconds"]
+    for epoch in range(done + 1, settings.epochs + 1):
         learnt, count = torch.zeros((), device=device), 0
         for rows in batches(training, settings.batch, settings.seed * 1_000 + epoch):
             if step == total:
@@ -122,15 +139,34 @@ def fit(
             )
         if losses[-1][1] < min(earlier[1] for earlier in losses[:-1]):
             best, best_epoch = copies(weights), epoch
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(best[name])
-    return Fit(step, best_epoch, losses, time.monotonic() - begin)
+        if checkpoint is not None:
+            checkpoint.keep(
+                {
+                    "weights": copies(weights),
+                    "optimiser": optimiser.state_dict(),
+                    "schedule": schedule.state_dict(),
+                    "losses": losses,
+                    "best": best,
+                    "best_epoch": best_epoch,
+                    "step": step,
+                    "epoch": epoch,
+                    "seconds": before + time.monotonic() - begin,
+                }
+            )
+    put_back(weights, best)
+    return Fit(step, best_epoch, losses, before + time.monotonic() - begin)
 
 
 def copies(weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return copies of weights."""
     return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def put_back(weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+    """Copy values into weights, from whatever device they are on."""
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(values[name])
 
 
 def batches(rows: Sequence[Encoded], size: int, seed: int) -> Iterator[list[Encoded]]:

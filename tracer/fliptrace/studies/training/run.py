@@ -14,6 +14,7 @@ from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
 from fliptrace.studies.journal import replace_file
 from fliptrace.studies.training.card import card
+from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME, Checkpoint
 from fliptrace.studies.training.data import Encoded, Example, encoder, read_splits, test_csv
 from fliptrace.studies.training.fitting import fit
 from fliptrace.studies.training.settings import Training, TrainSettings
@@ -28,13 +29,13 @@ def train_adapter(
     command: Sequence[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Training:
-    """Train a LoRA adapter and write it with its card.
+    """Train a LoRA adapter and write it with its card; where the same training was stopped, go on after its last epoch.
 
     On a CPU the same settings give the same bits; on a GPU the sums of gradients may take another order each time.
 
     Args:
         settings: what to train.
-        folder: a new or empty folder for the adapter.
+        folder: a new or empty folder for the adapter, or one in which the same training was stopped.
         command: how it was started, for the card.
         progress: told of every step.
 
@@ -46,8 +47,11 @@ def train_adapter(
     """
     settings.check()
     out = Path(folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"the adapter's folder must be new or empty; {out} is not")
+    stopped = (out / CHECKPOINT_NAME).exists()
+    if out.exists() and not stopped and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(
+            f"the adapter's folder must be new or empty, or hold a training that was stopped; {out} does not"
+        )
     splits = read_splits(settings)
     torch.set_num_threads(settings.threads)
     from fliptrace.capture.environment import describe_environment
@@ -70,6 +74,16 @@ def train_adapter(
             "raise --max-length"
         )
     model.train()
+    checkpoint = Checkpoint(
+        out,
+        {
+            **asdict(settings),
+            "task": settings.data_name,
+            "model": str(description["model"].get("sha256")),
+            "device": device.type,
+            "data_sha256": splits.data_sha256,
+        },
+    )
     made = fit(
         model,
         training,
@@ -78,6 +92,7 @@ def train_adapter(
         device,
         pad=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
         autocast=dtype if dtype in (torch.bfloat16, torch.float16) else None,
+        checkpoint=checkpoint,
         progress=progress,
     )
     out.mkdir(parents=True, exist_ok=True)
@@ -112,6 +127,7 @@ def train_adapter(
     replace_file(out / CARD_NAME, card(record))
     if splits.test:
         replace_file(out / TEST_NAME, test_csv(splits.test, settings))
+    checkpoint.remove()
     return result
 
 

@@ -151,6 +151,20 @@ def test_settings_that_mean_nothing_are_refused_before_a_model_loads(settings, w
         FragilityStudy(**settings).items()
 
 
+def test_a_prompt_that_is_too_long_is_said_before_the_first_runs(tmp_path):
+    """The one before it is fine, and has not run either."""
+    rows = [{"prompt": "Tom has 3 apples."}, {"prompt": "apple " * 900}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    asked = FragilityStudy(
+        model=ModelSettings(device="cpu"),
+        task=f"jsonl:{tmp_path / 'p.jsonl'}",
+        selection=Selection(("0", "1")),
+    )
+    with pytest.raises(InputError, match=r"row 1\) has \d+ tokens"):
+        run_study(asked, tmp_path / "study")
+    assert not (tmp_path / "study/rows.jsonl").exists()
+
+
 def test_the_entry_point_is_the_command():
     """What the distribution will announce exists and is this function."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

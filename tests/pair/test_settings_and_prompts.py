@@ -92,6 +92,16 @@ def test_a_tokenizer_without_template(engine, monkeypatch):
     assert encode_prompt(engine.loaded.tokenizer, "w5").chat_template is False
 
 
+def test_a_tokenizer_of_another_make(engine):
+    """As vLLM's own for Mistral's files: it takes a text and whether special tokens are added, and no more."""
+
+    class Plain:
+        def __call__(self, text, add_special_tokens=True):
+            return engine.loaded.tokenizer(text, add_special_tokens=add_special_tokens)
+
+    assert encode_prompt(Plain(), "w5 w6").ids == (5, 6)
+
+
 def test_a_template_that_refuses(engine, monkeypatch):
     """The template's own complaint is passed on with a way out."""
     refusing = "{{ raise_exception('only polite questions') }}"

@@ -168,10 +168,10 @@ def test_prompts_that_are_too_long_are_said_before_the_first_runs(run_main, tmp_
         asked = [*words.split(), "--device", "cpu", "--reduction", "unsplit", "--out", folder]
         result = run_main(trace_study.main, *asked, "--quiet")
         assert (result.code, result.out) == (2, "")
-        last = result.err.splitlines()[-1]
-        assert "row 1) has " in last, result.err
-        assert "1 more cannot be asked: " in last
-        assert "row 2" in last
+        (line,) = result.err.splitlines()
+        assert "row 1) has " in line
+        assert "1 more cannot be asked: " in line
+        assert "row 2" in line
         assert not (folder / "rows.jsonl").exists()
 
 

@@ -21,6 +21,7 @@ from fliptrace.studies.amounts import check_at_least
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
+    check_questions,
     describe_engine,
     encode,
     generate_once,
@@ -180,7 +181,9 @@ class FragilityWorker:
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, and the kernels that ran."""
-        return describe_engine(self._engine, self._study.reductions)
+        study = self._study
+        check_questions(self._engine, study.items(), chat_template=study.model.chat_template)
+        return describe_engine(self._engine, study.reductions)
 
     def run(self, item: Item) -> dict[str, Any]:
         """Run one item."""

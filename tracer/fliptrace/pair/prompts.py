@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,21 @@ def encode_prompt(
                 f"the tokenizer's chat template cannot hold the prompt ({source}): {error}; leave the template out "
                 "(--no-chat-template)"
             ) from error
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(rendered, add_special_tokens=False, **_quietly(tokenizer))["input_ids"]
     else:
         rendered = text
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, **_quietly(tokenizer))["input_ids"]
     if not ids:
         raise InputError(f"the prompt ({source}) encodes to no token at all")
     return Prompt(tuple(ids), rendered, applied, source)
+
+
+def _quietly(tokenizer: Any) -> dict[str, bool]:
+    """Return what keeps a tokenizer from warning of a long text, which callers refuse in words of their own.
+
+    Not every tokenizer of vLLM takes it.
+    """
+    return {"verbose": False} if "verbose" in signature(tokenizer.__call__).parameters else {}
 
 
 def require_text(text: str, source: str) -> None:

@@ -19,6 +19,7 @@ from fliptrace.pair.engines import VLLM_OWN, load_engine
 from fliptrace.pair.prompts import Prompt, encode_prompt
 from fliptrace.pair.recording import set_reduction
 from fliptrace.studies.amounts import check_at_least
+from fliptrace.studies.items import Item
 from fliptrace.studies.server_client import SERVER
 from fliptrace_kernels import FliptraceKernelsError, parse_reduction
 
@@ -182,6 +183,17 @@ def check_prompts(engine: Any, prompts: Iterable[tuple[str, str]], *, chat_templ
         raise InputError(f"{wrong[0]}; {len(wrong) - 1} more cannot be asked: {more}")
     if wrong:
         raise wrong[0]
+
+
+def check_questions(engine: Any, items: Iterable[Item], *, chat_template: bool) -> None:
+    """Check the prompts of items that hold a question; see check_prompts.
+
+    Raises:
+        InputError: as check_prompts.
+    """
+    questions = [item.arguments["question"] for item in items if "question" in item.arguments]
+    prompts = ((question["text"], question["source"]) for question in questions)
+    check_prompts(engine, prompts, chat_template=chat_template)
 
 
 def ids_sha256(ids: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ from fliptrace.studies.engine_process_settings import EngineSettings
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
-    check_prompts,
+    check_questions,
     check_repeats,
     describe_engine,
     encode,
@@ -208,15 +208,9 @@ class RepeatWorker:
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, and the kernels that ran."""
-        check_prompts(
-            self._engine,
-            (
-                (item.arguments["question"]["text"], item.arguments["question"]["source"])
-                for item in self._study.items()
-            ),
-            chat_template=self._study.model.chat_template,
-        )
-        return describe_engine(self._engine, self._study.reductions) | self._judge.describe()
+        study = self._study
+        check_questions(self._engine, study.items(), chat_template=study.model.chat_template)
+        return describe_engine(self._engine, study.reductions) | self._judge.describe()
 
     def run(self, item: Item) -> dict[str, Any]:
         """Generate once and score the text."""

@@ -18,7 +18,7 @@ from fliptrace.pair.engines import VLLM_OWN
 from fliptrace.studies.engines import (
     SEEDS_PER_PROMPT,
     ModelSettings,
-    check_prompts,
+    check_questions,
     check_repeats,
     describe_engine,
     encode,
@@ -143,15 +143,9 @@ class ReplayWorker:
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, and the kernels that ran."""
-        check_prompts(
-            self._engine,
-            (
-                (item.arguments["question"]["text"], item.arguments["question"]["source"])
-                for item in self._study.items()
-            ),
-            chat_template=self._study.model.chat_template,
-        )
-        return describe_engine(self._engine, self._study.reductions)
+        study = self._study
+        check_questions(self._engine, study.items(), chat_template=study.model.chat_template)
+        return describe_engine(self._engine, study.reductions)
 
     def run(self, item: Item) -> dict[str, Any]:
         """Replay one forward under one reduction."""

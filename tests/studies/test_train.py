@@ -13,7 +13,7 @@ import fliptrace as ft
 from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError
 from fliptrace.studies.training import TrainSettings, train_adapter
-from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME
+from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME, HALF_NAME
 from fliptrace.studies.training.data import Example, encoder, read_splits
 from fliptrace.studies.training.fitting import batches, padded
 
@@ -166,15 +166,28 @@ def test_a_stopped_training_goes_on_to_the_same_bits(gsm8k, tmp_path, steps):
     assert not (tmp_path / "broken" / CHECKPOINT_NAME).exists()
 
 
-def test_a_spoilt_checkpoint_is_named(gsm8k, tmp_path):
+@pytest.mark.parametrize("data", [b"half a file", b"", b"PK\x03\x04half", b"\x80\x02."])
+def test_a_spoilt_checkpoint_is_named(gsm8k, tmp_path, data):
     """Half a file is no state: what to do is said, and the file stays."""
     settings = TrainSettings(f"gsm8k:{gsm8k}", batch=8, max_steps=2, device="cpu")
     folder = tmp_path / "adapter"
     folder.mkdir()
-    (folder / CHECKPOINT_NAME).write_bytes(b"half a file")
+    (folder / CHECKPOINT_NAME).write_bytes(data)
     with pytest.raises(InputError, match="remove it to train from the beginning"):
         train_adapter(settings, folder)
     assert (folder / CHECKPOINT_NAME).exists()
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+def test_half_a_checkpoint_is_in_nobodys_way(gsm8k, tmp_path):
+    """What a kill in the first epoch's writing left: the training begins again, and takes it away."""
+    settings = TrainSettings(f"gsm8k:{gsm8k}", batch=8, max_steps=2, device="cpu")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / HALF_NAME).write_bytes(b"half")
+    train_adapter(settings, folder)
+    assert (folder / "adapter_model.safetensors").exists()
+    assert not (folder / HALF_NAME).exists()
 
 
 def test_a_labelled_set_leaves_a_test_file_for_decide(run_main, labelled, tmp_path):

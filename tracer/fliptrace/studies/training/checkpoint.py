@@ -16,6 +16,8 @@ import torch
 from fliptrace.errors import InputError, StorageError
 
 CHECKPOINT_NAME = "training.checkpoint"
+#: What a kill while it was written may leave; the next one overwrites it.
+HALF_NAME = f".{CHECKPOINT_NAME}.new"
 
 
 class Checkpoint:
@@ -37,7 +39,10 @@ class Checkpoint:
         try:
             kept = torch.load(self._path, map_location="cpu", weights_only=True)
             identity, state = kept["identity"], kept["state"]
-        except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        except (
+            *(OSError, EOFError, RuntimeError, pickle.UnpicklingError),
+            *(LookupError, TypeError, ValueError),
+        ) as error:
             raise InputError(
                 f"{self._path} cannot be read ({error}); remove it to train from the beginning"
             ) from error
@@ -55,7 +60,7 @@ class Checkpoint:
         Raises:
             StorageError: it cannot be written.
         """
-        scratch = self._path.with_name(f".{CHECKPOINT_NAME}.new")
+        scratch = self._path.with_name(HALF_NAME)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with scratch.open("wb") as file:
@@ -69,5 +74,6 @@ class Checkpoint:
             ) from error
 
     def remove(self) -> None:
-        """Remove the file: the adapter is written."""
+        """Remove the file, and half of one: the adapter is written."""
         self._path.unlink(missing_ok=True)
+        self._path.with_name(HALF_NAME).unlink(missing_ok=True)

@@ -64,12 +64,18 @@ def float_bits(values):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), count=st.integers(0, 3), part_bytes=st.sampled_from([16, 1 << 28]))
-def test_what_is_written_is_read_back(samples, data, count, part_bytes):
+@given(
+    data=st.data(),
+    count=st.integers(0, 3),
+    part_bytes=st.sampled_from([16, 1 << 28]),
+    inserted_bytes=st.sampled_from([1, 40, 1 << 24]),
+)
+def test_what_is_written_is_read_back(samples, data, count, part_bytes, inserted_bytes):
     """Any layouts, payloads, ids and logits (NaN, signed zero, infinities) come back bit by bit, split or not."""
     written = [data.draw(steps(samples, step)) for step in range(count)]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(schema, "PART_BYTES", part_bytes)
+        patch.setattr(schema, "INSERTED_BYTES", inserted_bytes)
         path = Path(folder) / "t.trace"
         with TraceWriter(path, samples.MANIFEST) as writer:
             for record, frames in written:

@@ -74,6 +74,8 @@ INSERT_FRAMES: Final = "INSERT INTO frames VALUES "
 INSERT_FRAME_ROW: Final = "(?, CAST(? AS TEXT), ?, ?, ?, ?)"
 #: Rows that one statement takes at most; SQLite allows 999 values in its oldest versions.
 INSERTED_TOGETHER: Final = 64
+#: Payload after which a statement takes no more rows: SQLite copies all of a statement's values before it writes any.
+INSERTED_BYTES: Final = 16 * 1024 * 1024
 
 KINDS: Final = {kind.value.encode(): kind for kind in Kind}
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fliptrace.errors import FliptraceError, InputError, StorageError
 from fliptrace.manifest import Manifest
@@ -228,7 +229,8 @@ class TraceWriter:
 
     def _insert_frames(self, frames: Frames) -> bytes:
         """Insert the rows of all frames; returns their seals, joined."""
-        rows, row_seals = [], []
+        rows: list[tuple[Any, ...]] = []
+        row_seals, size = [], 0
         for place, frame in enumerate(frames):
             layout, layout_seal = self._layout(frame.layout)
             kind = frame.kind.value.encode()
@@ -243,13 +245,19 @@ class TraceWriter:
                 row_seals.append(seals.seal_frame(number, kind, layout_seal, parts, digests, piece))
                 rows.append((number, kind, layout, parts, digests, piece))
                 digests = None
-        for begin in range(0, len(rows), schema.INSERTED_TOGETHER):
-            some = rows[begin : begin + schema.INSERTED_TOGETHER]
-            self._connection.execute(
-                schema.INSERT_FRAMES + ", ".join([schema.INSERT_FRAME_ROW] * len(some)),
-                [value for row in some for value in row],
-            )
+                size += len(piece)
+                if len(rows) == schema.INSERTED_TOGETHER or size >= schema.INSERTED_BYTES:
+                    self._insert_rows(rows)
+                    rows, size = [], 0
+        if rows:
+            self._insert_rows(rows)
         return b"".join(row_seals)
+
+    def _insert_rows(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        self._connection.execute(
+            schema.INSERT_FRAMES + ", ".join([schema.INSERT_FRAME_ROW] * len(rows)),
+            [value for row in rows for value in row],
+        )
 
     def _layout(self, layout: Layout) -> tuple[int, bytes]:
         known = self._layout_cache.get(id(layout))

@@ -16,10 +16,12 @@ from fliptrace_interventions.fragility.scoring import (
     PROMPT_BINS,
     Cost,
     Observed,
+    Reliability,
+    ReliabilityBin,
     cost,
     observe,
     plain_bins,
-    prompt_reliability,
+    reliability_of,
 )
 
 #: What ran, by the file of its rows.
@@ -32,14 +34,15 @@ PICTURE = "calibration.svg"
 
 
 @cache
-def observed_of(results: Path) -> dict[str, tuple[list[Observed], Cost | None]]:
-    """Return what was predicted and what came, and the cost, by what ran."""
+def observed_of(results: Path) -> dict[str, tuple[list[Observed], Reliability, Cost | None]]:
+    """Return what was predicted and what came, by prompt and in bins, and the cost, by what ran."""
     found = {}
     for name, label in RUNS.items():
         rows = rows_of(results, name)
         if rows:
             estimates, _, _ = estimate_rows([row for row in rows if row["repetition"] is None])
-            found[label] = observe(estimates, rows), cost(estimates)
+            observed = observe(estimates, rows)
+            found[label] = observed, reliability_of(observed), cost(estimates)
     return found
 
 
@@ -49,9 +52,9 @@ def predictions(results: Path) -> list[str]:
     if not found:
         return []
     whole, bins = [], []
-    for label, (observed, spent) in found.items():
-        whole.append((label, *_whole(calibration_of(observed), spent)))
-        by_edge = {each.low: each for each in prompt_reliability(observed)}
+    for label, (observed, reliability, spent) in found.items():
+        whole.append((label, *_whole(calibration_of(observed, reliability), spent)))
+        by_edge = {each.low: each for each in reliability.prompts}
         bins.append(
             (
                 label,
@@ -95,17 +98,17 @@ def predictions(results: Path) -> list[str]:
             "The last column of the first table: forwards that repetitions take until exact intervals are as narrow,",
             "over those of the estimates. *Replays only counted* leaves the margins out; it scores about as well,",
             "within the intervals. Inside vLLM shrinks are not replayed alone.",
-            _outside({label: observed for label, (observed, _) in found.items()}),
+            _outside({label: reliability.prompts for label, (_, reliability, _) in found.items()}),
             "Six replays are few, and estimates are drawn toward the mean.",
         ),
     ]
 
 
-def _outside(runs: Mapping[str, Sequence[Observed]]) -> str:
+def _outside(runs: Mapping[str, Sequence[ReliabilityBin]]) -> str:
     """Say which bins' mean predictions lie outside the interval of what came."""
     odd = []
-    for label, observed in runs.items():
-        for each in prompt_reliability(observed):
+    for label, prompts in runs.items():
+        for each in prompts:
             interval = each.observed.interval
             if interval is None or interval.low <= each.predicted <= interval.high:
                 continue
@@ -144,8 +147,8 @@ def draw(results: Path, place: Path) -> None:
     from fliptrace.views.static import reliability_picture, write_picture
 
     series = {
-        label.replace("`", ""): plain_bins(prompt_reliability(observed))
-        for label, (observed, _) in observed_of(results).items()
+        label.replace("`", ""): plain_bins(reliability.prompts)
+        for label, (_, reliability, _) in observed_of(results).items()
     }
     if series:
         write_picture(reliability_picture(series), place)

@@ -20,16 +20,16 @@ from fliptrace_interventions.fragility.estimation import (
 )
 from fliptrace_interventions.fragility.scoring import (
     Observed,
+    Reliability,
     ReliabilityBin,
     cost,
     halves,
     observe,
     plain_bins,
-    prompt_reliability,
     rate_of_others,
+    reliability_of,
     repetitions_for,
     score,
-    step_reliability,
 )
 from fliptrace_interventions.fragility.wording import distance_words, reduction_lines
 
@@ -126,12 +126,13 @@ def fragility_report(study: FragilityStudy, rows: Sequence[Row]) -> Report:
             for each in estimates
             for step in each.steps
         ]
-        entry = _entry(measured, estimates, observed, prior, step_prior)
+        reliability = reliability_of(observed)
+        entry = _entry(measured, estimates, observed, reliability, prior, step_prior)
         summary[name] = entry
         lines += reduction_lines(name, entry, estimates, observed)
         if figure is None:
-            figure = _figure(name, measured, observed)
-            picture = _picture(observed)
+            figure = _figure(name, measured, reliability)
+            picture = _picture(reliability)
     return Report(
         title=f"Fragility: {'recorded executions' if study.traces else study.task.partition(':')[0]}",
         lines=lines or ["No prompt has been estimated yet."],
@@ -151,6 +152,7 @@ def _entry(
     measured: Sequence[Mapping[str, Any]],
     estimates: Sequence[PromptEstimate],
     observed: Sequence[Observed],
+    reliability: Reliability,
     prior: Prior,
     step_prior: Prior,
 ) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def _entry(
         "survival": _survival(measured),
         "cost": None if spent is None else asdict(spent),
         "replay_share": in_replays / replayed if replayed else None,
-        "calibration": calibration_of(observed) if observed else None,
+        "calibration": calibration_of(observed, reliability) if observed else None,
     }
 
 
@@ -198,7 +200,7 @@ def _survival(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def calibration_of(observed: Sequence[Observed]) -> dict[str, Any]:
+def calibration_of(observed: Sequence[Observed], reliability: Reliability) -> dict[str, Any]:
     """Score the estimates, what they would be from margins or counts alone, and two ways without replays."""
     predictions = [each.estimate.probability for each in observed]
     counted = [
@@ -219,8 +221,8 @@ def calibration_of(observed: Sequence[Observed]) -> dict[str, Any]:
             "estimate": _both(observed, predictions),
             "replays counted, no margins": _both(observed, counted),
         },
-        "prompt_bins": [_bin(each) for each in prompt_reliability(observed)],
-        "step_bins": [_bin(each) for each in step_reliability(observed)],
+        "prompt_bins": [_bin(each) for each in reliability.prompts],
+        "step_bins": [_bin(each) for each in reliability.steps],
     }
     if len(observed) > 1:
         found["scores"]["share of all other prompts"] = _both(observed, rate_of_others(observed))
@@ -269,7 +271,7 @@ def _prompt_rows(
     return rows
 
 
-def _figure(name: str, measured: Sequence[Mapping[str, Any]], observed: Sequence[Observed]) -> Any:
+def _figure(name: str, measured: Sequence[Mapping[str, Any]], reliability: Reliability) -> Any:
     from fliptrace_interventions.fragility.figures import fragility_figure
 
     survival = _survival(measured)
@@ -281,21 +283,21 @@ def _figure(name: str, measured: Sequence[Mapping[str, Any]], observed: Sequence
             if count:
                 crossing.append((distance_words(number), hits / count, count))
     return fragility_figure(
-        prompt_reliability(observed),
-        step_reliability(observed),
+        reliability.prompts,
+        reliability.steps,
         crossing,
         title=f"Fragility under {name}",
     )
 
 
-def _picture(observed: Sequence[Observed]) -> Picture | None:
+def _picture(reliability: Reliability) -> Picture | None:
     from fliptrace.views.static import reliability_picture
 
     series = {
         name: plain_bins(bins)
         for name, bins in (
-            ("prompts", prompt_reliability(observed)),
-            ("steps in reach", step_reliability(observed)),
+            ("prompts", reliability.prompts),
+            ("steps in reach", reliability.steps),
         )
         if bins
     }

@@ -181,6 +181,19 @@ def step_reliability(observed: Sequence[Observed]) -> list[ReliabilityBin]:
     return _bins(cases, STEP_BINS)
 
 
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Predictions and what came, of prompts and of steps in reach."""
+
+    prompts: Sequence[ReliabilityBin]
+    steps: Sequence[ReliabilityBin]
+
+
+def reliability_of(observed: Sequence[Observed]) -> Reliability:
+    """Sort prompts and steps by their predictions."""
+    return Reliability(prompt_reliability(observed), step_reliability(observed))
+
+
 def _bins(
     cases: Sequence[tuple[float, int, int, int]], edges: Sequence[float]
 ) -> list[ReliabilityBin]:

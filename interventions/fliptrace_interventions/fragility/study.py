@@ -182,7 +182,8 @@ class FragilityWorker:
     def describe(self) -> dict[str, Any]:
         """Return what the engine says about itself, and the kernels that ran."""
         study = self._study
-        check_questions(self._engine, study.items(), chat_template=study.model.chat_template)
+        if not study.traces:  # their prompts were asked before, and their files are long to hash
+            check_questions(self._engine, study.items(), chat_template=study.model.chat_template)
         return describe_engine(self._engine, study.reductions)
 
     def run(self, item: Item) -> dict[str, Any]:

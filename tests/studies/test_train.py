@@ -12,8 +12,9 @@ import torch
 import fliptrace as ft
 from fliptrace.command_line import trace_study
 from fliptrace.errors import InputError
+from fliptrace.studies.journal import half_of
 from fliptrace.studies.training import TrainSettings, train_adapter
-from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME, HALF_NAME
+from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME
 from fliptrace.studies.training.data import Example, encoder, read_splits
 from fliptrace.studies.training.fitting import batches, padded
 
@@ -184,10 +185,10 @@ def test_half_a_checkpoint_is_in_nobodys_way(gsm8k, tmp_path):
     settings = TrainSettings(f"gsm8k:{gsm8k}", batch=8, max_steps=2, device="cpu")
     folder = tmp_path / "adapter"
     folder.mkdir()
-    (folder / HALF_NAME).write_bytes(b"half")
+    half_of(folder / CHECKPOINT_NAME).write_bytes(b"half")
     train_adapter(settings, folder)
     assert (folder / "adapter_model.safetensors").exists()
-    assert not (folder / HALF_NAME).exists()
+    assert not half_of(folder / CHECKPOINT_NAME).exists()
 
 
 def test_a_labelled_set_leaves_a_test_file_for_decide(run_main, labelled, tmp_path):

@@ -14,11 +14,10 @@ from fliptrace.studies.journal import ROWS_NAME, replace_file
 from fliptrace.studies.results import (
     FIGURE_NAME,
     PAGE_NAME,
-    SCHEMA_NAME,
     SUMMARY_NAME,
     markdown_table,
-    row_schema,
     write_parquet,
+    write_schema,
 )
 from fliptrace.studies.study import Column, Table
 
@@ -84,8 +83,7 @@ def write_check(result: CheckResult, folder: Path) -> None:
 
     rows = list(rows_of(result))
     replace_file(folder / ROWS_NAME, "".join(map(row_line, rows)))
-    schema = row_schema(_TITLE, ROW_COLUMNS)
-    replace_file(folder / SCHEMA_NAME, json.dumps(schema, indent=1) + "\n")
+    write_schema(folder, _TITLE, ROW_COLUMNS)
     write_parquet(folder / "rows.parquet", Table("rows", ROW_COLUMNS, rows))
     replace_file(folder / SUMMARY_NAME, json.dumps(result.to_json(), indent=1) + "\n")
     replace_file(folder / PAGE_NAME, "\n".join(page_lines(result)) + "\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fliptrace.errors import InputError, StorageError
 from fliptrace.manifest import Manifest, differing_keys
-from fliptrace.studies.journal import replace_file
+from fliptrace.studies.journal import half_of, replace_file
 from fliptrace.studies.repeatability import PromptRuns
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def require_writable(path: Path) -> None:
     Raises:
         StorageError: why not.
     """
-    scratch = path.with_name(f".{path.name}.new")
+    scratch = half_of(path)
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")

@@ -11,13 +11,14 @@ item runs again. Anything else that is wrong is refused by line, never skipped.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from fliptrace.errors import InputError, StorageError, TraceReadError
 from fliptrace.studies.items import Item, Row, row_line
@@ -251,16 +252,28 @@ class Journal:
         os.close(self._lock)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+def half_of(path: Path) -> Path:
+    """Return where a file is written before it takes its place; a kill may leave it there."""
+    return path.with_name(f".{path.name}.new")
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, make_folder: bool = False) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of ``path`` when it is whole and synced, or not at all.
+
+    Args:
+        path: the file.
+        make_folder: make the folder that it lies in, too.
 
     Raises:
         StorageError: it cannot be written.
     """
-    scratch = path.with_name(f".{path.name}.new")
+    scratch = half_of(path)
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
@@ -268,6 +281,16 @@ def replace_file(path: Path, text: str) -> None:
         raise StorageError(
             f"{path} could not be written ({error}); make room, then run again"
         ) from error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _at(description: Mapping[str, Any], dotted: str) -> Any:

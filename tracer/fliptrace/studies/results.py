@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fliptrace.errors import StorageError
-from fliptrace.studies.journal import replace_file
+from fliptrace.studies.journal import replace_file, replacing
 from fliptrace.studies.study import Column, Table
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def write_results(result: StudyResult, sittings: Sequence[Mapping[str, Any]]) ->
         if table.name == "rows" and not columns:
             columns = list(table.columns)
     if columns:
-        schema = row_schema(result.report.title, columns)
-        replace_file(folder / SCHEMA_NAME, json.dumps(schema, indent=1) + "\n")
+        write_schema(folder, result.report.title, columns)
     if result.report.figure is not None:
         from fliptrace.studies.figures import page_of
 
@@ -126,6 +124,15 @@ def row_schema(title: str, columns: Sequence[Column]) -> dict[str, Any]:
     }
 
 
+def write_schema(folder: Path, title: str, columns: Sequence[Column]) -> None:
+    """Write the schema of rows.jsonl beside it; see row_schema.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    replace_file(folder / SCHEMA_NAME, json.dumps(row_schema(title, columns), indent=1) + "\n")
+
+
 def write_parquet(path: Path, table: Table) -> None:
     """Write a table; each column's meaning is in the schema's metadata.
 
@@ -154,14 +161,8 @@ def write_parquet(path: Path, table: Table) -> None:
         ]
     )
     rows = [{column.name: row.get(column.name) for column in table.columns} for row in table.rows]
-    scratch = path.with_name(f".{path.name}.new")
-    try:
-        parquet.write_table(pa.Table.from_pylist(rows, schema=schema), scratch)
-        scratch.replace(path)
-    except OSError as error:
-        raise StorageError(
-            f"{path} could not be written ({error}); make room, then run again"
-        ) from error
+    with replacing(path) as file:
+        parquet.write_table(pa.Table.from_pylist(rows, schema=schema), file)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,7 +5,6 @@ The file holds tensors and plain values alone, and is read as such: loading it r
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 
 import torch
 
-from fliptrace.errors import InputError, StorageError
+from fliptrace.errors import InputError
+from fliptrace.studies.journal import half_of, replacing
 
 CHECKPOINT_NAME = "training.checkpoint"
-#: What a kill while it was written may leave; the next one overwrites it.
-HALF_NAME = f".{CHECKPOINT_NAME}.new"
 
 
 class Checkpoint:
@@ -60,20 +58,10 @@ class Checkpoint:
         Raises:
             StorageError: it cannot be written.
         """
-        scratch = self._path.with_name(HALF_NAME)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with scratch.open("wb") as file:
-                torch.save({"identity": self._identity, "state": dict(state)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(self._path)
-        except OSError as error:
-            raise StorageError(
-                f"{self._path} could not be written ({error}); make room, then run again"
-            ) from error
+        with replacing(self._path, make_folder=True) as file:
+            torch.save({"identity": self._identity, "state": dict(state)}, file)
 
     def remove(self) -> None:
         """Remove the file, and half of one: the adapter is written."""
         self._path.unlink(missing_ok=True)
-        self._path.with_name(HALF_NAME).unlink(missing_ok=True)
+        half_of(self._path).unlink(missing_ok=True)

@@ -112,8 +112,7 @@ def fit(
         put_back(weights, kept["weights"])
         optimiser.load_state_dict(kept["optimiser"])
         schedule.load_state_dict(kept["schedule"])
-        losses = [(learning, validation_loss) for learning, validation_loss in kept["losses"]]
-        best, best_epoch = kept["best"], kept["best_epoch"]
+        losses, best, best_epoch = kept["losses"], kept["best"], kept["best_epoch"]
         step, done, before = kept["step"], kept["epoch"], kept["seconds"]
     for epoch in range(done + 1, settings.epochs + 1):
         learnt, count = torch.zeros((), device=device), 0
@@ -142,7 +141,7 @@ def fit(
         if checkpoint is not None:
             checkpoint.keep(
                 {
-                    "weights": copies(weights),
+                    "weights": {name: weight.detach() for name, weight in weights.items()},
                     "optimiser": optimiser.state_dict(),
                     "schedule": schedule.state_dict(),
                     "losses": losses,

@@ -12,9 +12,9 @@ import torch
 
 from fliptrace.errors import InputError
 from fliptrace.pair.bundled import bundled_model
-from fliptrace.studies.journal import replace_file
+from fliptrace.studies.journal import half_of, replace_file
 from fliptrace.studies.training.card import card
-from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME, HALF_NAME, Checkpoint
+from fliptrace.studies.training.checkpoint import CHECKPOINT_NAME, Checkpoint
 from fliptrace.studies.training.data import Encoded, Example, encoder, read_splits, test_csv
 from fliptrace.studies.training.fitting import fit
 from fliptrace.studies.training.settings import Training, TrainSettings
@@ -47,8 +47,9 @@ def train_adapter(
     """
     settings.check()
     out = Path(folder)
-    stopped = (out / CHECKPOINT_NAME).exists()
-    if out.exists() and not stopped and (not out.is_dir() or {*out.iterdir()} - {out / HALF_NAME}):
+    kept = out / CHECKPOINT_NAME
+    stopped = kept.exists()
+    if out.exists() and not stopped and (not out.is_dir() or {*out.iterdir()} - {half_of(kept)}):
         raise InputError(
             f"the adapter's folder must be new or empty, or hold a training that was stopped; {out} does not"
         )
